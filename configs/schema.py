@@ -1,0 +1,114 @@
+"""Every setting of our own, each stated once.
+
+Flags, help texts, environment names and keys of the YAML files are derived from these
+fields (``configs.flags``). vLLM's own flags are not repeated here: both commands take
+them beside these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+RouterMode = Literal["kv", "round-robin", "random", "least-loaded"]
+TransferMode = Literal["auto", "shm", "inline"]
+
+
+def setting(default: Any, help: str, *, env: str | None = None, **limits: Any) -> Any:
+    """A field with its one-line meaning and the environment variable it may come from."""
+    return Field(default=default, description=help, json_schema_extra={"env": env}, **limits)
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DiscoverySettings(_Settings):
+    """Where frontends and workers find each other."""
+
+    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = setting(
+        "default", "Workers and frontends of one namespace find each other.",
+        env="DYN_NAMESPACE",
+    )
+    registry: Path | None = setting(
+        None,
+        "Directory where workers announce themselves (default: one per user under "
+        "XDG_RUNTIME_DIR or the temporary directory).",
+        env="FOVEAL_REGISTRY",
+    )
+    mm_identity_seed_file: Path | None = setting(
+        None,
+        "File with the secret seed of image identities, the same for a whole deployment "
+        "(default: made once in the registry directory).",
+        env="FOVEAL_MM_IDENTITY_SEED_FILE",
+    )
+
+
+class FrontendConfig(DiscoverySettings):
+    """Settings of ``python -m frontend``."""
+
+    dyn_chat_processor: Literal["vllm"] = setting(
+        "vllm", "Who renders chats and processes images: vLLM's own code.",
+        env="DYN_CHAT_PROCESSOR",
+    )
+    http_host: str | None = setting(
+        None, "Address to serve HTTP on (same as vLLM's --host).", env="DYN_HTTP_HOST"
+    )
+    http_port: int | None = setting(
+        None, "Port to serve HTTP on (same as vLLM's --port; default 8000).",
+        env="DYN_HTTP_PORT", ge=1, le=65535,
+    )
+    router_mode: RouterMode = setting(
+        "kv", "How a worker is chosen for a request.", env="DYN_ROUTER_MODE"
+    )
+    router_kv_overlap_score_credit: float = setting(
+        1.0, "How much of a cached prompt token counts as already computed, 0 to 1.",
+        env="DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT", ge=0.0, le=1.0,
+    )
+    router_prefill_load_scale: float = setting(
+        1.0, "Weight of this request's prefill against the load already there.",
+        env="DYN_ROUTER_PREFILL_LOAD_SCALE", ge=0.0,
+    )
+    router_temperature: float = setting(
+        0.0, "0 takes the cheapest worker; above 0, a softmax over the costs.",
+        env="DYN_ROUTER_TEMPERATURE", ge=0.0,
+    )
+    mm_transfer: TransferMode = setting(
+        "auto",
+        "How processed tensors reach workers: auto picks shared memory where the worker "
+        "can see it, else inline.",
+        env="DYNAMO_MM_TRANSFER",
+    )
+    mm_arena_gb: float | None = setting(
+        None,
+        "Shared memory for processed tensors, GiB (default: the smaller of 4 and half of "
+        "what /dev/shm has free; 0: none).",
+        env="FOVEAL_MM_ARENA_GB", ge=0.0,
+    )
+    mm_identity_hash: Literal["xxh3_128", "blake3"] = setting(
+        "xxh3_128", "Hash behind image identities.", env="FOVEAL_MM_IDENTITY_HASH"
+    )
+    worker: tuple[str, ...] = setting(
+        (), "Address of a worker, tcp://host:port, besides those in the registry. May be "
+        "repeated.",
+    )
+    worker_wait_timeout: float = setting(
+        30.0, "Seconds a request waits for a first worker before it is answered 503.",
+        ge=0.0,
+    )
+
+
+class WorkerConfig(DiscoverySettings):
+    """Settings of ``python -m workers``."""
+
+    host: str = setting(
+        "127.0.0.1", "Address to listen on when --port is given.", env="FOVEAL_WORKER_HOST"
+    )
+    port: int | None = setting(
+        None,
+        "TCP port for requests; KV events take a free one (default: sockets in the "
+        "registry directory, for frontends of the same host).",
+        env="FOVEAL_WORKER_PORT", ge=0, le=65535,
+    )

@@ -1,0 +1,545 @@
+"""vLLM's engine client, with a fleet of workers where vLLM has one engine.
+
+``AsyncLLM`` is a renderer, an input processor, an output processor and an
+``EngineCoreClient``. This is that client: everything else of ``AsyncLLM`` stays vLLM's.
+
+vLLM names relied on: EngineCoreClient and the methods of it that AsyncLLM calls;
+EngineCoreRequest, MultiModalFeatureSpec; GracefulHTTPError; VllmConfig fields that
+EngineCoreReadyResponse updates in MPClient._apply_ready_response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+from transfer.arena import Arena
+from transfer.messages import (
+    AbortRequests,
+    AddRequest,
+    AskSnapshot,
+    Call,
+    CallResult,
+    Frame,
+    KvDelta,
+    KvSnapshot,
+    Message,
+    Outputs,
+    Released,
+    TensorsMissing,
+    WorkerFacts,
+    decode_outputs,
+    decode_payload_as,
+    encode_payload,
+)
+from transfer.errors import BadMessage
+from transfer.pack import is_packed, read_reference, resolve
+from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
+from vllm.tasks import SupportedTask
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from frontend.arena_cache import ArenaProcessorCache, IdentifiedItem
+from frontend.outputs import ENGINE_INDEX, OutputStream
+from frontend.receipt import Routed, current_receipt
+from frontend.router.block_hashes import RequestHasher
+from frontend.router.router import Route, Router
+from frontend.worker_pool import Worker, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+CALL_SECONDS = 300.0
+"""How long an administrative call (LoRA loading, sleep, ...) may take on a worker."""
+
+_CHILD = re.compile(r"\d+_(.+)")
+"""Ids that vLLM's ParentRequest gives to the children of a request with n > 1."""
+
+
+class NoWorkers(GracefulHTTPError):
+    """No worker is ready; vLLM answers 503."""
+
+    def __init__(self, waited: float) -> None:
+        super().__init__(
+            f"No worker became ready within {waited:.0f} seconds. Please try again later.",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+@dataclass
+class _Sent:
+    """A request that a worker has. Keeps its tensors in place as long as it lives."""
+
+    request: EngineCoreRequest
+    worker: str
+    started: bool = False
+    """Whether a token has come back."""
+    aborted: bool = False
+    tries: set[str] = field(default_factory=set)
+
+
+class RoutedEngineClient(EngineCoreClient):
+    """Sends every request to one of many workers."""
+
+    def __init__(
+        self,
+        *,
+        supported_tasks: tuple[SupportedTask, ...],
+        cache: ArenaProcessorCache | None,
+        arena: Arena | None,
+        router: Router,
+        worker_wait_timeout: float,
+    ) -> None:
+        self._supported_tasks = supported_tasks
+        self._cache = cache
+        self._arena = arena
+        self.router = router
+        self._worker_wait_timeout = worker_wait_timeout
+        self._outputs = OutputStream()
+        self._sent: dict[str, _Sent] = {}
+        self._families: dict[str, str] = {}
+        """Parent of an n > 1 request -> the worker that its first child went to."""
+        self._hasher: RequestHasher | None = None
+        self._loras: dict[int, LoRARequest] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_workers: dict[int, str] = {}
+        self._call_ids = itertools.count(1)
+        self._pool: WorkerPool | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._learn: Callable[[WorkerFacts], None] = lambda _: None
+        self._closing: asyncio.Task[None] | None = None
+        # What AsyncLLM looks at to tell whether its engine lives: a fleet does not die.
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.engine_ranks_managed = [ENGINE_INDEX]
+
+    def start(self, pool: WorkerPool, learn: Callable[[WorkerFacts], None]) -> None:
+        """Begin to use the workers of ``pool``; call on the event loop.
+
+        ``learn`` is called once, with the facts of the first worker.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._pool = pool
+        self._learn = learn
+        pool.start()
+
+    def describe(self) -> dict[str, Any]:
+        """What ``GET /v1/fleet`` shows."""
+        return {
+            "router_mode": self.router.mode,
+            "requests": len(self._sent),
+            "workers": [
+                {
+                    **worker.describe(),
+                    "requests": self.router.load.load(worker.name).requests,
+                    "kv_caught_up": self.router.plane.caught_up(worker.name),
+                    "kv_seq": self.router.plane.seq(worker.name),
+                }
+                for worker in self.pool.workers
+            ],
+        }
+
+    @property
+    def pool(self) -> WorkerPool:
+        if self._pool is None:
+            raise RuntimeError("the client has not been started")
+        return self._pool
+
+    # What AsyncLLM calls for every request.
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Route a request and send it.
+
+        Raises:
+            NoWorkers: none was ready in time.
+        """
+        if not await self.pool.wait_until_ready(self._worker_wait_timeout):
+            raise NoWorkers(self._worker_wait_timeout)
+        self._identify(request)
+        route, worker = self._route(request)
+        transfer = self._send(request, worker)
+        if (receipt := current_receipt.get()) is not None:
+            receipt.routed.append(
+                Routed(route.worker, route.overlap_blocks, route.prompt_blocks, transfer)
+            )
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        by_worker: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            sent = self._sent.get(request_id)
+            if sent is not None and not sent.aborted:
+                sent.aborted = True  # its tensors stay until the worker confirms
+                self._settle(request_id)
+                by_worker.setdefault(sent.worker, []).append(request_id)
+        workers = self.pool.ready_workers()
+        for name, theirs in by_worker.items():
+            if name in workers:
+                workers[name].link.send(AbortRequests(theirs))
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    async def get_supported_tasks_async(self) -> tuple[SupportedTask, ...]:
+        # Asked before any worker is there; all run this frontend's model.
+        return self._supported_tasks
+
+    def dp_engines_running(self) -> bool:
+        return bool(self._sent)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Leave the workers. May be called from any thread, and more than once."""
+        if self.resources.engine_dead or self._loop is None:
+            return
+        self.resources.engine_dead = True
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_close)
+
+    def _begin_close(self) -> None:
+        self._closing = asyncio.get_running_loop().create_task(self._close())
+
+    async def closed(self) -> None:
+        """Wait until what ``shutdown`` began is done."""
+        await asyncio.sleep(0)  # let it begin
+        if self._closing is not None:
+            await self._closing
+
+    async def _close(self) -> None:
+        self._outputs.close(EngineDeadError())
+        await self.pool.close()
+        self._sent.clear()
+
+    # Sending.
+
+    def _identify(self, request: EngineCoreRequest) -> None:
+        """Give every image of the request its canonical identity.
+
+        What has not come through the processor cache (embeddings that clients send, for
+        example) goes into the arena here.
+        """
+        if not request.mm_features or self._cache is None:
+            return
+        identified = []
+        for feature in request.mm_features:
+            item = feature.data
+            if item is None:
+                raise BadMessage("a multimodal item without data")
+            if not isinstance(item, IdentifiedItem):
+                item = self._cache.store(item)
+            # Vision LoRA: vLLM puts the adapter before the hash, because the encoder's
+            # output differs. The processed pixels do not.
+            adapter = feature.identifier.removesuffix(feature.mm_hash or "")
+            if adapter == feature.identifier:
+                adapter = ""
+            identity = f"{feature.modality}-{item.identity}"
+            identified.append(
+                replace(
+                    feature, data=item, identifier=adapter + identity, mm_hash=identity
+                )
+            )
+        request.mm_features = identified
+
+    def _route(self, request: EngineCoreRequest) -> tuple[Route, Worker]:
+        """Choose the worker and charge it, without giving up the event loop."""
+        workers = self.pool.ready_workers()
+        tried = sent.tries if (sent := self._sent.get(request.request_id)) else set()
+        candidates = [name for name in workers if name not in tried] or list(workers)
+        if not candidates:
+            raise NoWorkers(0)
+        blocks = self._hasher.hash(request) if self._hasher is not None else None
+        family = _family(request.request_id)
+        route = self.router.route(
+            request.request_id,
+            blocks,
+            _num_tokens(request),
+            candidates,
+            self._families.get(family) if family else None,
+        )
+        if family:
+            self._families[family] = route.worker
+        return route, workers[route.worker]
+
+    def _send(
+        self, request: EngineCoreRequest, worker: Worker, *, inline: bool = False
+    ) -> str:
+        """Send a request to its worker; returns how its tensors go."""
+        transfer = "none"
+        outgoing = request
+        if request.mm_features:
+            transfer = "inline" if inline else worker.transfer
+            if transfer == "inline":
+                outgoing = self._with_tensors(request)
+        sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
+        sent.worker = worker.name
+        sent.tries.add(worker.name)
+        worker.link.send(AddRequest(request.request_id), encode_payload(outgoing))
+        return transfer
+
+    def _with_tensors(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        """The request with tensors, over the arena's memory, in place of references."""
+        features = []
+        for feature in request.mm_features or ():
+            item = feature.data
+            if item is not None and is_packed(item) and self._arena is not None:
+                reference = read_reference(item)
+                item = resolve(item, self._arena.view(reference.entry), reference)
+            features.append(replace(feature, data=item))
+        copied = _copy_request(request)
+        copied.mm_features = features
+        return copied
+
+    # What workers say.
+
+    async def prepare(self, worker: Worker) -> None:
+        """Bring a worker that has just answered up to date."""
+        facts = worker.facts
+        if facts is not None and self._hasher is None:
+            self._hasher = RequestHasher(
+                facts.block_size, facts.hash_algorithm, facts.root_hash
+            )
+            self._learn(facts)
+        for lora in self._loras.values():
+            await self._call_worker(worker, "add_lora", (lora,))
+        if self.router.plane.on_ready(worker.name, worker.epoch):
+            worker.link.send(AskSnapshot())
+
+    def on_lost(self, worker: Worker) -> None:
+        """Move or end the requests of a worker that is gone."""
+        self.router.drop_worker(worker.name)
+        self._outputs.drop_worker(worker.name)
+        for call_id, name in list(self._call_workers.items()):
+            if name == worker.name:
+                self._answer(call_id, ConnectionError(f"worker {name} was lost"))
+        theirs = [s for s in self._sent.values() if s.worker == worker.name]
+        failed = []
+        for sent in theirs:
+            request_id = sent.request.request_id
+            if sent.aborted or sent.started or not self._resend(sent):
+                self._forget(request_id)
+                if not sent.aborted:
+                    failed.append(request_id)
+        self._outputs.fail(failed)
+
+    def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
+        match message:
+            case Outputs():
+                self._on_outputs(worker, decode_outputs(payload))
+            case Released():
+                for request_id in message.request_ids:
+                    if self._is_at(request_id, worker):
+                        self._forget(request_id)
+            case TensorsMissing():
+                self._on_missing(worker, message)
+            case KvSnapshot():
+                if self.router.plane.on_snapshot(worker.name, message):
+                    worker.link.send(AskSnapshot())
+            case CallResult():
+                self._on_result(message, payload)
+            case _:
+                logger.warning("%s sent %s", worker.name, type(message).__name__)
+
+    def on_delta(self, worker: Worker, delta: KvDelta) -> None:
+        if self.router.plane.on_delta(worker.name, delta):
+            worker.link.send(AskSnapshot())
+
+    def _on_outputs(self, worker: Worker, outputs: EngineCoreOutputs) -> None:
+        current = []
+        for output in outputs.outputs:
+            if not self._is_at(output.request_id, worker):
+                continue  # moved elsewhere since, or over
+            sent = self._sent[output.request_id]
+            if sent.aborted:
+                if output.finished:
+                    self._forget(output.request_id)
+                continue
+            current.append(output)
+            if output.new_token_ids and not sent.started:
+                sent.started = True
+                self.router.first_token(output.request_id)
+            if output.finished:
+                self._forget(output.request_id)
+        outputs.outputs = current
+        if current or outputs.scheduler_stats is not None:
+            self._outputs.put(worker.name, outputs)
+
+    def _on_missing(self, worker: Worker, message: TensorsMissing) -> None:
+        sent = self._sent.get(message.request_id)
+        if sent is None or sent.worker != worker.name:
+            return
+        if sent.aborted:
+            self._forget(message.request_id)
+            return
+        logger.warning("worker %s lacks tensors: %s", worker.name, message.reason)
+        self._send(sent.request, worker, inline=True)
+
+    def _resend(self, sent: _Sent) -> bool:
+        """Send a request that has produced nothing to another worker."""
+        family = _family(sent.request.request_id)
+        if family:
+            self._families.pop(family, None)
+        try:
+            route, worker = self._route(sent.request)
+        except NoWorkers:
+            return False
+        logger.info("request %s goes to %s now", sent.request.request_id, route.worker)
+        self._send(sent.request, worker)
+        return True
+
+    def _is_at(self, request_id: str, worker: Worker) -> bool:
+        sent = self._sent.get(request_id)
+        return sent is not None and sent.worker == worker.name
+
+    def _settle(self, request_id: str) -> None:
+        """A request is no load any more."""
+        self.router.finish(request_id)
+        family = _family(request_id)
+        if family:
+            self._families.pop(family, None)
+
+    def _forget(self, request_id: str) -> None:
+        """A request is over and nobody reads its tensors."""
+        self._settle(request_id)
+        self._sent.pop(request_id, None)
+
+    # Administrative calls, to every worker.
+
+    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        workers = self.pool.ready_workers().values()
+        return list(
+            await asyncio.gather(*(self._call_worker(w, method, arguments) for w in workers))
+        )
+
+    async def _call_worker(
+        self, worker: Worker, method: str, arguments: Sequence[Any]
+    ) -> Any:
+        call_id = next(self._call_ids)
+        future = asyncio.get_running_loop().create_future()
+        self._calls[call_id], self._call_workers[call_id] = future, worker.name
+        worker.link.send(Call(call_id, method), encode_payload(list(arguments)))
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                return await future
+        finally:
+            self._calls.pop(call_id, None)
+            self._call_workers.pop(call_id, None)
+
+    def _on_result(self, message: CallResult, payload: Sequence[Frame]) -> None:
+        if message.error is not None:
+            self._answer(message.call_id, RuntimeError(message.error))
+        else:
+            self._answer(message.call_id, decode_payload_as(object, payload))
+
+    def _answer(self, call_id: int, result: Any) -> None:
+        future = self._calls.get(call_id)
+        if future is None or future.done():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
+        added = await self._call_all("add_lora", lora_request)
+        self._loras[lora_request.lora_int_id] = lora_request  # workers to come get it too
+        return all(added)
+
+    async def remove_lora_async(self, lora_id: int) -> bool:
+        self._loras.pop(lora_id, None)
+        return all(await self._call_all("remove_lora", lora_id))
+
+    async def list_loras_async(self) -> set[int]:
+        return set(self._loras)
+
+    async def pin_lora_async(self, lora_id: int) -> bool:
+        return all(await self._call_all("pin_lora", lora_id))
+
+    async def reset_mm_cache_async(self) -> None:
+        await self._call_all("reset_mm_cache")
+
+    async def reset_prefix_cache_async(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        return all(
+            await self._call_all("reset_prefix_cache", reset_running_requests, reset_connector)
+        )
+
+    async def reset_encoder_cache_async(self) -> None:
+        await self._call_all("reset_encoder_cache")
+
+    async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
+        await self._call_all("sleep", level, mode)
+
+    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
+        return all(await self._call_all("wake_up", tags))
+
+    async def is_sleeping_async(self) -> bool:
+        return any(await self._call_all("is_sleeping"))
+
+    async def release_kv_cache_memory_async(self) -> None:
+        await self._call_all("release_kv_cache_memory")
+
+    async def pause_scheduler_async(
+        self, mode: str = "abort", clear_cache: bool = True
+    ) -> None:
+        await self._call_all("pause_scheduler", mode, clear_cache)
+
+    async def resume_scheduler_async(self) -> None:
+        await self._call_all("resume_scheduler")
+
+    async def is_scheduler_paused_async(self) -> bool:
+        return any(await self._call_all("is_scheduler_paused"))
+
+    async def profile_async(
+        self,
+        is_start: bool = True,
+        profile_prefix: str | None = None,
+        delay_iterations: int | None = None,
+        max_iterations: int | None = None,
+    ) -> None:
+        await self._call_all(
+            "profile", is_start, profile_prefix, delay_iterations, max_iterations
+        )
+
+    async def set_weight_version_async(self, weight_version: str) -> None:
+        await self._call_all("set_weight_version", weight_version)
+
+    async def get_weight_version_async(self) -> str:
+        versions = await self._call_all("get_weight_version")
+        if len(set(versions)) != 1:
+            raise RuntimeError(f"workers have different weight versions: {versions}")
+        return str(versions[0])
+
+    async def collective_rpc_async(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        if not isinstance(method, str):
+            raise TypeError("collective_rpc takes the name of a method when routed")
+        per_worker = await self._call_all("collective_rpc", method, timeout, args, kwargs)
+        return [result for results in per_worker for result in results]
+
+
+def _family(request_id: str) -> str | None:
+    child = _CHILD.fullmatch(request_id)
+    return child[1] if child else None
+
+
+def _num_tokens(request: EngineCoreRequest) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return 0 if request.prompt_embeds is None else int(request.prompt_embeds.shape[0])
+
+
+def _copy_request(request: EngineCoreRequest) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        **{name: getattr(request, name) for name in request.__struct_fields__}
+    )

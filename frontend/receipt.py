@@ -1,0 +1,82 @@
+"""Every response says where it was computed and what was reused.
+
+Headers, one value per engine request in the order of routing:
+
+- ``x-foveal-worker``: the worker;
+- ``x-foveal-overlap-blocks``: leading prompt blocks its KV cache held;
+- ``x-foveal-prompt-blocks``: full blocks of the prompt;
+- ``x-foveal-transfer``: how tensors went there: ``shm``, ``inline``, or ``none``.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One engine request as routed."""
+
+    worker: str
+    overlap_blocks: int
+    prompt_blocks: int
+    transfer: str
+
+
+@dataclass
+class Receipt:
+    """What is known of one HTTP request's routing so far."""
+
+    routed: list[Routed] = field(default_factory=list)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        if not self.routed:
+            return []
+        columns = {
+            "x-foveal-worker": [r.worker for r in self.routed],
+            "x-foveal-overlap-blocks": [str(r.overlap_blocks) for r in self.routed],
+            "x-foveal-prompt-blocks": [str(r.prompt_blocks) for r in self.routed],
+            "x-foveal-transfer": [r.transfer for r in self.routed],
+        }
+        return [(name.encode(), ",".join(v).encode()) for name, v in columns.items()]
+
+
+current_receipt: ContextVar[Receipt | None] = ContextVar("current_receipt", default=None)
+"""Set while an HTTP request is served. Tasks made for it inherit it."""
+
+
+class ReceiptMiddleware:
+    """Adds the headers. Holds the start of a response until its first body bytes.
+
+    A streaming response would send its headers before the request is routed.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        receipt = Receipt()
+        start: Message | None = None
+
+        async def send_held(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            if start is not None:
+                start["headers"] = [*start.get("headers", ()), *receipt.headers()]
+                held, start = start, None
+                await send(held)
+            await send(message)
+
+        token = current_receipt.set(receipt)
+        try:
+            await self._app(scope, receive, send_held)
+        finally:
+            current_receipt.reset(token)

@@ -1,0 +1,91 @@
+"""Prefixes that a worker was just given to compute, before its events say it holds them.
+
+Without promises, a burst of requests with one new image scatters over all workers, each
+of which encodes it. Promises only steer the choice: what a route reports as overlap
+comes from the workers' events alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    expires: float
+    worker: str
+    digests: Sequence[bytes]
+
+
+class Promises:
+    """Block digests per worker that expire by themselves.
+
+    All promises last equally long, so they expire in the order they were made: each
+    block is put into one dictionary and taken out of it once.
+    """
+
+    def __init__(
+        self, seconds: float, clock: Callable[[], float], max_blocks: int = 1_000_000
+    ) -> None:
+        """``clock`` returns seconds and never goes back.
+
+        Beyond ``max_blocks`` promised blocks the oldest promises are forgotten early.
+        """
+        self._seconds = seconds
+        self._clock = clock
+        self._max_blocks = max_blocks
+        self._queue: deque[_Promise] = deque()
+        self._queued_blocks = 0
+        self._expiry: dict[str, dict[bytes, float]] = {}
+
+    def __len__(self) -> int:
+        """Count the promised blocks, added up over workers."""
+        self._expire()
+        return sum(len(blocks) for blocks in self._expiry.values())
+
+    def add(self, worker: str, digests: Sequence[bytes]) -> None:
+        """Promise that ``worker`` will soon hold ``digests``, which must not change."""
+        self._expire()
+        if not digests or self._seconds <= 0:
+            return
+        expires = self._clock() + self._seconds
+        self._queue.append(_Promise(expires, worker, digests))
+        self._queued_blocks += len(digests)
+        self._expiry.setdefault(worker, {}).update(dict.fromkeys(digests, expires))
+        while self._queued_blocks > self._max_blocks:
+            self._forget_oldest()
+
+    def leading(self, worker: str, digests: Sequence[bytes], start: int) -> int:
+        """Count the promised blocks of ``digests`` from position ``start`` without a gap."""
+        self._expire()
+        promised = self._expiry.get(worker)
+        if promised is None:
+            return 0
+        position = start
+        while position < len(digests) and digests[position] in promised:
+            position += 1
+        return position - start
+
+    def drop_worker(self, worker: str) -> None:
+        """Forget what ``worker`` was to hold."""
+        self._expiry.pop(worker, None)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._queue and self._queue[0].expires <= now:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        promise = self._queue.popleft()
+        self._queued_blocks -= len(promise.digests)
+        promised = self._expiry.get(promise.worker)
+        if promised is None:
+            return
+        for digest in promise.digests:
+            # A later promise of the same block has a later expiry and stays.
+            if promised.get(digest) == promise.expires:
+                del promised[digest]
+        if not promised:
+            del self._expiry[promise.worker]

@@ -1,0 +1,176 @@
+"""Chooses the worker of each request.
+
+The main path of this folder: what each worker holds of the prompt (``kv_index``, kept by
+``kv_plane``), what it was just promised (``promises``) and what it has in flight
+(``worker_load``) give a cost (``cost``); the cheapest worker is charged at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from frontend.router.block_hashes import RequestBlocks
+from frontend.router.cost import Candidate, RouterSettings, choose, cost_of
+from frontend.router.kv_index import KvIndex
+from frontend.router.kv_plane import KvPlane
+from frontend.router.promises import Promises
+from frontend.router.worker_load import LoadBook
+
+MODES = ("kv", "round-robin", "random", "least-loaded")
+
+# Only turns blocks into tokens and back, for prompts routed before any was hashed.
+_ASSUMED_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes, and why."""
+
+    worker: str
+    overlap_blocks: int
+    """Leading blocks the engine will take from its cache, as its events confirm."""
+    promised_blocks: int
+    """Blocks behind those that the worker is about to hold; they only steer."""
+    prompt_blocks: int
+    """Full blocks of the prompt; 0 when it was not hashed."""
+    cost: float
+    """In tokens of prefill, see ``cost``."""
+    alternatives: tuple[Candidate, ...]
+    """The other workers, cheapest first."""
+
+
+class Router:
+    """Holds what is known of the workers and routes one request at a time.
+
+    Not safe to call from several threads. ``route`` decides and charges in one call, so
+    a caller on an event loop sees each decision include all earlier ones.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        settings: RouterSettings,
+        clock: Callable[[], float],
+        rng: random.Random,
+    ) -> None:
+        """``clock`` returns seconds and never goes back.
+
+        Raises:
+            ValueError: the mode is unknown.
+        """
+        if mode not in MODES:
+            raise ValueError(f"router mode {mode} is none of {', '.join(MODES)}")
+        self.mode = mode
+        self.settings = settings
+        self.index = KvIndex()
+        self.plane = KvPlane(self.index)
+        self.load = LoadBook()
+        self.promises = Promises(settings.promise_seconds, clock)
+        self._rng = rng
+        self._rotation = 0
+        self._block_size = _ASSUMED_BLOCK_SIZE
+        # The load alone decides when caches earn no credit.
+        self._load_only = replace(settings, overlap_score_credit=0.0)
+
+    def route(
+        self,
+        request_id: str,
+        blocks: RequestBlocks | None,
+        num_tokens: int,
+        candidates: Sequence[str],
+        pinned: str | None = None,
+    ) -> Route:
+        """Choose a worker for a prompt of ``num_tokens`` and charge it.
+
+        A request routed before is charged anew. ``pinned`` is taken whenever it is one
+        of the candidates. Without ``blocks`` the route knows of no overlap.
+
+        Raises:
+            ValueError: there are no candidates.
+        """
+        if blocks is not None:
+            self._block_size = blocks.block_size
+        self.load.finish(request_id)
+        weighed = self._weigh(blocks, num_tokens, candidates)
+        chosen = self._choose(weighed, pinned)
+        self._charge(request_id, chosen, blocks, num_tokens)
+        others = (candidate for candidate in weighed if candidate is not chosen)
+        return Route(
+            worker=chosen.worker,
+            overlap_blocks=chosen.overlap_blocks,
+            promised_blocks=chosen.promised_blocks,
+            prompt_blocks=len(blocks.digests) if blocks is not None else 0,
+            cost=chosen.cost,
+            alternatives=tuple(sorted(others, key=lambda candidate: candidate.cost)),
+        )
+
+    def first_token(self, request_id: str) -> None:
+        """Note that the prompt of a request has been computed."""
+        self.load.first_token(request_id)
+
+    def finish(self, request_id: str) -> None:
+        """Note that a request has ended, however it did."""
+        self.load.finish(request_id)
+
+    def drop_worker(self, worker: str) -> list[str]:
+        """Forget a lost worker; return the ids of the requests it had in flight."""
+        self.plane.on_lost(worker)
+        self.promises.drop_worker(worker)
+        return self.load.drop_worker(worker)
+
+    def _weigh(
+        self, blocks: RequestBlocks | None, num_tokens: int, candidates: Sequence[str]
+    ) -> list[Candidate]:
+        settings = self._load_only if self.mode == "least-loaded" else self.settings
+        reusable = blocks.digests[: blocks.reusable] if blocks is not None else []
+        overlaps = self.index.overlap(reusable)
+        weighed = []
+        for worker in candidates:
+            overlap = overlaps.get(worker, 0)
+            promised = self.promises.leading(worker, reusable, overlap)
+            cost = cost_of(
+                num_tokens,
+                overlap,
+                promised,
+                self.load.load(worker),
+                self._block_size,
+                settings,
+            )
+            weighed.append(Candidate(worker, cost, overlap, promised))
+        return weighed
+
+    def _choose(self, weighed: Sequence[Candidate], pinned: str | None) -> Candidate:
+        if not weighed:
+            raise ValueError("there is no worker to choose from")
+        for candidate in weighed:
+            if candidate.worker == pinned:
+                return candidate
+        if self.mode == "random":
+            return self._rng.choice(weighed)
+        if self.mode == "round-robin":
+            self._rotation += 1
+            return weighed[(self._rotation - 1) % len(weighed)]
+        choice = choose(weighed, self.settings.temperature, self._rng, self._rotation)
+        # Decisions without a tie do not turn the wheel: else a pattern of alternating
+        # requests could stop it always at the same worker.
+        self._rotation += choice.tied > 0
+        return choice.candidate
+
+    def _charge(
+        self,
+        request_id: str,
+        chosen: Candidate,
+        blocks: RequestBlocks | None,
+        num_tokens: int,
+    ) -> None:
+        known = (chosen.overlap_blocks + chosen.promised_blocks) * self._block_size
+        self.load.charge(
+            chosen.worker,
+            request_id,
+            prefill_tokens=max(0, num_tokens - known),
+            blocks=-(-num_tokens // self._block_size),
+        )
+        if blocks is not None and self.mode == "kv":
+            self.promises.add(chosen.worker, blocks.digests)

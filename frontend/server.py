@@ -1,0 +1,118 @@
+"""HTTP in: vLLM's own OpenAI server around our engine client.
+
+vLLM names relied on: launchers.api_server.entry.build_and_serve;
+launchers.launcher.setup_server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+from configs.flags import BadSetting
+from configs.schema import FrontendConfig
+from transfer.arena import Arena, sweep_dead_arenas
+from transfer.engine_facts import shared_facts
+from transfer.identity import IdentityHasher, load_or_create_seed
+from transfer.messages import PROTOCOL_VERSION, Hello
+from transfer.registry import Registry
+from vllm.config import VllmConfig
+from vllm.entrypoints.launchers.api_server.entry import build_and_serve
+from vllm.entrypoints.launchers.launcher import setup_server
+
+from frontend.arena_cache import ArenaProcessorCache
+from frontend.engine_client import RoutedEngineClient
+from frontend.fleet_api import fleet_routes
+from frontend.router.cost import RouterSettings
+from frontend.router.router import Router
+from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
+from frontend.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+GIB = 1 << 30
+SHM = Path("/dev/shm")
+
+
+async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Raises:
+        BadSetting, TransferError: the settings cannot work; the text says why.
+    """
+    try:
+        listen_address, sock = setup_server(args, reuse_port=False)
+    except OSError as error:
+        raise BadSetting(f"cannot listen on port {args.port}: {error.strerror}") from error
+    registry = Registry(settings.registry, settings.namespace)
+    config = frontend_config(args)
+    if config.model_config.runner_type != "generate":
+        raise BadSetting(f"{args.model} does not generate text; only such models are routed")
+    hasher = IdentityHasher(
+        load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path),
+        settings.mm_identity_hash,
+    )
+    arena = _make_arena(settings, config)
+    try:
+        cache = ArenaProcessorCache(arena, hasher, config.model_config.model)
+        client = RoutedEngineClient(
+            supported_tasks=supported_tasks(config.model_config),
+            cache=cache,
+            arena=arena,
+            router=_make_router(settings),
+            worker_wait_timeout=settings.worker_wait_timeout,
+        )
+        llm = make_llm(config, args, client, cache)
+        hello = Hello(
+            frontend=f"frontend-{os.getpid()}-{secrets.token_hex(4)}",
+            protocol=PROTOCOL_VERSION,
+            arena=arena.id if arena is not None else None,
+            transfer=settings.mm_transfer,
+            identity_seed_fingerprint=hasher.fingerprint,
+        )
+        client.start(
+            WorkerPool(hello, registry, settings.worker, shared_facts(config), client), llm.learn
+        )
+        try:
+            with our_app(fleet_routes(client)):
+                shutdown = await build_and_serve(llm, listen_address, sock, args)
+            await shutdown
+        finally:
+            llm.shutdown()
+            await client.closed()
+            sock.close()
+    finally:
+        if arena is not None:
+            arena.close()
+
+
+def _make_router(settings: FrontendConfig) -> Router:
+    return Router(
+        settings.router_mode,
+        RouterSettings(
+            overlap_score_credit=settings.router_kv_overlap_score_credit,
+            prefill_load_scale=settings.router_prefill_load_scale,
+            temperature=settings.router_temperature,
+        ),
+        time.monotonic,
+        random.Random(),
+    )
+
+
+def _make_arena(settings: FrontendConfig, config: VllmConfig) -> Arena | None:
+    """The shared memory of this frontend; None for text-only models or where asked."""
+    for name in sweep_dead_arenas():
+        logger.info("removed %s, left by a process that is gone", name)
+    if not config.model_config.supports_multimodal_inputs or settings.mm_arena_gb == 0:
+        return None
+    gib = settings.mm_arena_gb
+    if gib is None:
+        gib = min(4.0, shutil.disk_usage(SHM).free / 2 / GIB)
+    logger.info("taking %.2f GiB of %s for processed images", gib, SHM)
+    return Arena(int(gib * GIB))

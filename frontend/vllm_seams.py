@@ -1,0 +1,160 @@
+"""Where our parts are put into vLLM's server.
+
+vLLM makes its engine client, its processor caches and its app by calling functions by
+name. They are replaced for the moment of construction, here and nowhere else, so that
+vLLM itself registers our ``close`` and our statistics.
+
+vLLM names relied on: EngineCoreClient.make_async_mp_client (called by
+AsyncLLM.__init__); renderers.base.processor_cache_from_config and
+processor_only_cache_from_config (called by BaseRenderer.__init__);
+launchers.api_server.entry.build_app (called by build_and_serve);
+BaseRenderer._process_mm_uuids, start_mm_warmup_in_background; AsyncLLM.check_health;
+InputProcessor.mm_encoder_cache_size; AsyncEngineArgs.create_model_config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from transfer.messages import WorkerFacts
+from vllm.config import ModelConfig, VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server import entry
+from vllm.multimodal.cache import BaseMultiModalProcessorCache
+from vllm.renderers import base as renderers_base
+from vllm.tasks import SupportedTask
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from frontend.engine_client import RoutedEngineClient
+from frontend.receipt import ReceiptMiddleware
+
+
+class RoutedLLM(AsyncLLM):
+    """vLLM's AsyncLLM over a fleet: healthy when a worker is ready."""
+
+    async def check_health(self) -> None:
+        await super().check_health()
+        client = self.engine_core
+        if not isinstance(client, RoutedEngineClient) or not client.pool.ready_workers():
+            raise EngineDeadError()
+
+    def learn(self, facts: WorkerFacts) -> None:
+        """Take over what only a running engine knows."""
+        self.model_config.max_model_len = min(
+            self.model_config.max_model_len, facts.max_model_len
+        )
+        cache = self.vllm_config.cache_config
+        cache.block_size, cache.num_gpu_blocks = facts.block_size, facts.num_kv_blocks
+        if facts.encoder_cache_tokens:
+            self.input_processor.mm_encoder_cache_size = facts.encoder_cache_tokens
+
+
+class FrontendEngineArgs(AsyncEngineArgs):
+    """vLLM's engine flags as a process that runs no model understands them."""
+
+    def create_model_config(self) -> ModelConfig:
+        config = super().create_model_config()
+        # No weights are loaded here, and this host may lack the kernels.
+        config.quantization = None
+        return config
+
+
+def frontend_config(args: Any) -> VllmConfig:
+    """The configuration of the renderer, from vLLM's flags."""
+    engine_args = FrontendEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    # With neither a processor cache nor prefix caching vLLM would not hash images.
+    config.cache_config.enable_prefix_caching = True
+    return config
+
+
+def supported_tasks(model: ModelConfig) -> tuple[SupportedTask, ...]:
+    """What engines of this model will say they can do, without asking one."""
+    tasks: list[SupportedTask] = ["generate"]
+    if getattr(model._model_info, "supports_transcription", False):
+        tasks.append("transcription")
+    return tuple(tasks)
+
+
+def make_llm(
+    config: VllmConfig,
+    args: Any,
+    client: RoutedEngineClient,
+    cache: BaseMultiModalProcessorCache | None,
+) -> RoutedLLM:
+    """Make vLLM's AsyncLLM around our engine client and processor cache."""
+
+    def make_client(*_: Any, renderer: Any = None, **__: Any) -> RoutedEngineClient:
+        if renderer is not None:
+            renderer.start_mm_warmup_in_background()
+        return client
+
+    def use_cache(_: VllmConfig) -> BaseMultiModalProcessorCache | None:
+        return cache if config.model_config.supports_multimodal_inputs else None
+
+    with (
+        _replaced(EngineCoreClient, "make_async_mp_client", staticmethod(make_client)),
+        _replaced(renderers_base, "processor_cache_from_config", use_cache),
+        _replaced(renderers_base, "processor_only_cache_from_config", use_cache),
+    ):
+        llm = RoutedLLM.from_vllm_config(
+            config,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            enable_log_requests=args.enable_log_requests,
+            aggregate_engine_logging=args.aggregate_engine_logging,
+            disable_log_stats=args.disable_log_stats,
+        )
+    _separate_uuids(llm.renderer)
+    return llm
+
+
+def _separate_uuids(renderer: Any) -> None:
+    """Give uuids that clients choose a key space of their own in the processor cache.
+
+    vLLM uses them as they are: one that equals some picture's hash would answer for it.
+    """
+    process: Callable[..., Any] = renderer._process_mm_uuids
+
+    def process_and_mark(*args: Any, **kwargs: Any) -> dict[str, list[str | None]]:
+        return {
+            modality: [None if uuid is None else f"uuid:{uuid}" for uuid in uuids]
+            for modality, uuids in process(*args, **kwargs).items()
+        }
+
+    renderer._process_mm_uuids = process_and_mark
+
+
+@contextmanager
+def our_app(routes: APIRouter) -> Iterator[None]:
+    """Within, the app that vLLM builds has our routes and our response headers."""
+    build = entry.build_app
+
+    def build_app(args: Any, *rest: Any, **kwargs: Any) -> FastAPI:
+        # Named, because vLLM's app takes no middleware once it is built.
+        args.middleware = [*args.middleware, _name_of(ReceiptMiddleware)]
+        app = build(args, *rest, **kwargs)
+        app.include_router(routes)
+        return app
+
+    with _replaced(entry, "build_app", build_app):
+        yield
+
+
+def _name_of(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

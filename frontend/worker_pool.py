@@ -1,0 +1,305 @@
+"""Which workers there are, which of them are ready, and when one is lost.
+
+For each worker that discovery names there is one ``Worker`` with a line to it. It says
+hello until it is answered, checks that the worker's engine fits, listens to its KV deltas,
+and pings it. A worker that leaves or falls silent is lost: it is told to ``on_lost`` and
+greeted again as long as discovery names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+import zmq.asyncio
+from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
+from transfer.messages import (
+    Bye,
+    Frame,
+    Hello,
+    KvDelta,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    WorkerFacts,
+)
+from transfer.registry import Registry, WorkerRecord
+
+logger = logging.getLogger(__name__)
+
+SILENT_SECONDS = 3.0
+"""A worker that has not answered for this long is lost, ..."""
+SILENT_SECONDS_ALIVE = 15.0
+"""... unless its process is known to live on this host: then it may only be starved."""
+
+
+class PoolEvents(Protocol):
+    """Who is told about workers."""
+
+    async def prepare(self, worker: Worker) -> None:
+        """Called with a worker that has just answered, before it gets requests."""
+
+    def on_lost(self, worker: Worker) -> None: ...
+    def on_message(
+        self, worker: Worker, message: Message, payload: Sequence[Frame]
+    ) -> None: ...
+    def on_delta(self, worker: Worker, delta: KvDelta) -> None: ...
+
+
+class Worker:
+    """One worker as this frontend sees it."""
+
+    def __init__(self, address: str, link: FrontendLink) -> None:
+        self.address = address
+        self.link = link
+        self.record: WorkerRecord | None = None
+        self.name = address
+        """Its own name once it has answered."""
+        self.facts: WorkerFacts | None = None
+        self.ready = False
+        self.refused = ""
+        self.epoch = ""
+        self.transfer = "inline"
+        self.transfer_reason = ""
+        self.last_heard = time.monotonic()
+        self.kv: KvSubscriber | None = None
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def is_silent(self, now: float) -> bool:
+        known_alive = (
+            self.record is not None
+            and self.record.is_local()
+            and not self.record.is_dead()
+        )
+        limit = SILENT_SECONDS_ALIVE if known_alive else SILENT_SECONDS
+        return now - self.last_heard > limit
+
+    def describe(self) -> dict[str, Any]:
+        """What ``GET /v1/fleet`` shows of it."""
+        return {
+            "id": self.name,
+            "address": self.address,
+            "ready": self.ready,
+            "refused": self.refused or None,
+            "transfer": self.transfer if self.ready else None,
+            "transfer_reason": self.transfer_reason or None,
+            "facts": msgspec.to_builtins(self.facts) if self.facts else None,
+        }
+
+
+class WorkerPool:
+    """All workers of one frontend."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        registry: Registry,
+        addresses: Sequence[str],
+        expected: Mapping[str, object],
+        events: PoolEvents,
+    ) -> None:
+        """``expected``: facts that this frontend's own settings state, by field name."""
+        self._hello = hello
+        self._registry = registry
+        self._addresses = addresses
+        self._expected = dict(expected)
+        self._agreed: WorkerFacts | None = None
+        self._events = events
+        self._context = zmq.asyncio.Context()
+        self._workers: dict[str, Worker] = {}
+        self._some_ready = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        for address in self._addresses:
+            self._add(address, None)
+        self._spawn(self._follow_registry(), "registry")
+        self._spawn(self._watch_heartbeats(), "heartbeats")
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    def ready_workers(self) -> dict[str, Worker]:
+        return {w.name: w for w in self._workers.values() if w.ready}
+
+    @property
+    def agreed(self) -> WorkerFacts | None:
+        """What all workers have in common, known once the first has answered."""
+        return self._agreed
+
+    async def wait_until_ready(self, timeout: float) -> bool:
+        """Wait for a ready worker, at most ``timeout`` seconds."""
+        if self._some_ready.is_set():
+            return True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._some_ready.wait()
+        return self._some_ready.is_set()
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            worker.link.send(Bye())
+        tasks = [*self._tasks, *(t for w in self.workers for t in w.tasks)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in self.workers:
+            worker.link.close()
+            if worker.kv is not None:
+                worker.kv.close()
+        self._workers.clear()
+        self._context.term()
+
+    async def _follow_registry(self) -> None:
+        async for records in self._registry.watch():
+            by_address = {r.address: r for r in records.values()}
+            for address, record in by_address.items():
+                if address not in self._workers:
+                    self._add(address, record)
+                else:
+                    self._workers[address].record = record
+            for address, worker in list(self._workers.items()):
+                if address not in by_address and address not in self._addresses:
+                    self._remove(worker)
+
+    async def _watch_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            now = time.monotonic()
+            for worker in self.workers:
+                if not worker.ready:
+                    if not worker.refused:
+                        worker.link.send(self._hello)
+                elif worker.is_silent(now):
+                    self._lose(worker, "does not answer")
+                else:
+                    worker.link.send(Ping())
+
+    def _add(self, address: str, record: WorkerRecord | None) -> None:
+        link = FrontendLink(self._context, self._hello.frontend, address)
+        worker = self._workers[address] = Worker(address, link)
+        worker.record = record
+        worker.tasks.append(
+            asyncio.create_task(self._listen(worker), name=f"from {address}")
+        )
+        link.send(self._hello)
+
+    def _remove(self, worker: Worker) -> None:
+        self._lose(worker, "has left")
+        del self._workers[worker.address]
+        worker.link.send(Bye())
+        worker.link.close()
+        for task in worker.tasks:
+            task.cancel()
+
+    async def _listen(self, worker: Worker) -> None:
+        while True:
+            message, payload = await worker.link.receive()
+            worker.last_heard = time.monotonic()
+            match message:
+                case Ready():
+                    self._admit(worker, message)
+                case Refused():
+                    worker.refused = message.reason
+                    logger.error("worker %s refuses us: %s", message.worker, message.reason)
+                case Bye():
+                    self._lose(worker, "has said goodbye")
+                case Pong():
+                    pass
+                case _ if worker.epoch:
+                    self._events.on_message(worker, message, payload)
+
+    def _admit(self, worker: Worker, ready: Ready) -> None:
+        if worker.epoch == ready.epoch:
+            return  # the answer to a repeated hello
+        self._lose(worker, "was restarted")
+        if problem := self._mismatch(ready.facts):
+            worker.refused = problem
+            worker.name = ready.worker
+            logger.error("refused worker %s: %s", ready.worker, problem)
+            return
+        self._agreed = self._agreed or ready.facts
+        worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
+        worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
+        if self._hello.transfer == "shm" and ready.transfer != "shm":
+            logger.warning(
+                "--mm-transfer shm, but tensors for %s go inline: %s",
+                ready.worker, ready.transfer_reason,
+            )
+        worker.kv = KvSubscriber(self._context, ready.kv_address)
+        worker.tasks += [
+            asyncio.create_task(self._hear_deltas(worker, worker.kv), name="KV deltas"),
+            asyncio.create_task(self._prepare(worker), name="prepare worker"),
+        ]
+
+    async def _prepare(self, worker: Worker) -> None:
+        """Let requests go to a worker once it has been brought up to date."""
+        try:
+            await self._events.prepare(worker)
+        except Exception:  # whatever it is, this worker cannot be used
+            logger.exception("worker %s cannot be used", worker.name)
+            worker.refused = "could not be brought up to date"
+            return
+        worker.ready = True
+        self._some_ready.set()
+        logger.info(
+            "worker %s is ready (%s: %s)", worker.name, worker.transfer, worker.transfer_reason
+        )
+
+    async def _hear_deltas(self, worker: Worker, kv: KvSubscriber) -> None:
+        while True:
+            self._events.on_delta(worker, await kv.receive())
+
+    def _lose(self, worker: Worker, why: str) -> None:
+        if not worker.epoch:
+            return
+        logger.warning("worker %s %s", worker.name, why)
+        worker.ready = False
+        worker.epoch = ""
+        if worker.kv is not None:
+            worker.kv.close()
+            worker.kv = None
+        for task in worker.tasks[1:]:
+            task.cancel()
+        del worker.tasks[1:]
+        if not self.ready_workers():
+            self._some_ready.clear()
+        self._events.on_lost(worker)
+
+    def _mismatch(self, facts: WorkerFacts) -> str:
+        """Why a worker with these facts cannot serve here; empty when it can."""
+        theirs = msgspec.to_builtins(facts)
+        for name, ours in self._expected.items():
+            if theirs[name] != ours:
+                return f"its {name} is {theirs[name]!r}, this frontend's is {ours!r}"
+        if self._agreed is not None:
+            first = msgspec.to_builtins(self._agreed)
+            for name, value in first.items():
+                if name not in MAY_DIFFER and theirs[name] != value:
+                    return f"its {name} is {theirs[name]!r}, the first worker's is {value!r}"
+        return ""
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_failure)
+
+
+MAY_DIFFER = frozenset({"num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"})
+"""Facts in which workers of one fleet need not agree."""
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s ended", task.get_name(), exc_info=error)
+
+

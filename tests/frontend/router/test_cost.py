@@ -1,0 +1,95 @@
+"""The cost formula against figures computed by hand, and the choice made from costs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from frontend.router.cost import Candidate, RouterSettings, choose, cost_of
+from frontend.router.worker_load import WorkerLoad
+
+IDLE = WorkerLoad()
+PLAIN = RouterSettings()
+
+
+def cost(num_tokens=1000, overlap=0, promised=0, load=IDLE, settings=PLAIN):
+    return cost_of(num_tokens, overlap, promised, load, 32, settings)
+
+
+def test_an_idle_worker_without_the_prefix_computes_the_whole_prompt():
+    assert cost(1000) == 1000
+
+
+def test_blocks_held_are_not_computed_again():
+    assert cost(1000, overlap=10) == 1000 - 10 * 32
+
+
+def test_the_credit_says_how_much_a_held_block_counts():
+    assert cost(1000, overlap=10, settings=RouterSettings(overlap_score_credit=0.5)) == 840
+    assert cost(1000, overlap=10, settings=RouterSettings(overlap_score_credit=0.0)) == 1000
+
+
+def test_credit_never_makes_a_prompt_cheaper_than_nothing():
+    assert cost(1000, overlap=31, settings=RouterSettings(overlap_score_credit=2.0)) == 0
+
+
+def test_queued_prefill_and_held_blocks_are_added():
+    load = WorkerLoad(requests=2, prefill_tokens=500, blocks=100)
+    assert cost(1000, load=load) == pytest.approx(1000 + 500 + 100 * 32 * 0.1)
+
+
+def test_the_prefill_scale_weighs_the_request_and_not_the_queue():
+    load = WorkerLoad(requests=1, prefill_tokens=500, blocks=0)
+    doubled = RouterSettings(prefill_load_scale=2.0)
+    assert cost(1000, overlap=10, load=load, settings=doubled) == 2 * 680 + 500
+
+
+def test_promised_tokens_are_neither_computed_nor_waited_for():
+    load = WorkerLoad(requests=1, prefill_tokens=1000, blocks=32)
+    assert cost(1000, promised=31, load=load) == pytest.approx(
+        (1000 - 992) + (1000 - 992) + 32 * 32 * 0.1
+    )
+
+
+def test_a_promise_takes_no_more_out_of_the_queue_than_is_there():
+    assert cost(1000, promised=10, load=WorkerLoad(1, 100, 0)) == 680
+
+
+def candidates(*costs):
+    return [Candidate(f"w{n}", float(cost)) for n, cost in enumerate(costs)]
+
+
+def test_the_lowest_cost_wins():
+    choice = choose(candidates(3, 1, 2), 0.0, random.Random(0), rotation=5)
+    assert (choice.candidate.worker, choice.tied) == ("w1", 0)
+
+
+def test_ties_rotate_over_the_cheapest_only():
+    tied = candidates(1, 9, 1, 1)
+    taken = [choose(tied, 0.0, random.Random(0), n).candidate.worker for n in range(6)]
+    assert taken == ["w0", "w2", "w3", "w0", "w2", "w3"]
+    assert choose(tied, 0.0, random.Random(0), 0).tied == 2
+
+
+def test_a_temperature_draws_by_softmax_of_costs_over_their_spread():
+    rng = random.Random(1)
+    drawn = Counter(
+        choose(candidates(0, 50, 100), 0.5, rng, 0).candidate.worker for _ in range(20_000)
+    )
+    # exp(0), exp(-0.5 / 0.5), exp(-1 / 0.5), over their sum
+    assert drawn["w0"] / 20_000 == pytest.approx(0.6652, abs=0.02)
+    assert drawn["w1"] / 20_000 == pytest.approx(0.2447, abs=0.02)
+    assert drawn["w2"] / 20_000 == pytest.approx(0.0900, abs=0.02)
+
+
+def test_a_temperature_near_zero_takes_the_cheapest():
+    rng = random.Random(1)
+    taken = {choose(candidates(2, 1, 9), 1e-6, rng, 0).candidate.worker for _ in range(50)}
+    assert taken == {"w1"}
+
+
+def test_no_candidates_is_an_error():
+    with pytest.raises(ValueError, match="no worker"):
+        choose([], 0.0, random.Random(0), 0)

@@ -1,0 +1,166 @@
+"""The index agrees with a plain set per worker and medium, and keeps nothing behind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend.router.kv_index import KvIndex
+
+A, B, C, D = b"a" * 32, b"b" * 32, b"c" * 32, b"d" * 32
+DIGESTS = [bytes([n]) * 4 for n in range(6)]
+WORKERS = ["w0", "w1", "w2", "w3"]
+
+
+def test_overlap_counts_leading_blocks_only():
+    index = KvIndex()
+    index.store("all", [A, B, C])
+    index.store("hole", [A, C])
+    index.store("tail", [B, C])
+    assert index.overlap([A, B, C]) == {"all": 3, "hole": 1, "tail": 0}
+
+
+def test_overlap_goes_no_further_than_the_prompt():
+    index = KvIndex()
+    index.store("w", [A, B, C])
+    assert index.overlap([A, B]) == {"w": 2}
+    assert index.overlap([]) == {"w": 0}
+
+
+def test_an_unknown_block_ends_the_overlap_of_all():
+    index = KvIndex()
+    index.store("w", [A, C])
+    index.store("v", [A])
+    assert index.overlap([A, D, C]) == {"w": 1, "v": 1}
+
+
+@pytest.mark.parametrize(("medium", "overlap"), [(None, 1), ("GPU", 1), ("CPU", 0)])
+def test_only_blocks_that_need_no_loading_are_overlap(medium, overlap):
+    index = KvIndex()
+    index.store("w", [A], medium)
+    assert index.overlap([A]) == {"w": overlap}
+    assert index.resident("w") == {A}
+
+
+def test_a_block_leaves_one_medium_and_stays_in_the_other():
+    index = KvIndex()
+    index.store("w", [A], "GPU")
+    index.store("w", [A], "CPU")
+    index.remove("w", [A], "CPU")
+    assert index.overlap([A]) == {"w": 1}
+    index.remove("w", [A], "GPU")
+    assert index.overlap([A]) == {"w": 0}
+    assert len(index) == 0
+
+
+def test_a_new_worker_in_the_place_of_a_dropped_one_holds_nothing():
+    index = KvIndex()
+    index.store("old", [A])
+    index.drop_worker("old")
+    index.store("new", [B])
+    assert index.overlap([A]) == {"new": 0}
+    assert index.overlap([B]) == {"new": 1}
+
+
+def test_worker_places_are_used_again():
+    index = KvIndex()
+    for n in range(1000):
+        index.store(f"w{n}", [A, B])
+        index.drop_worker(f"w{n}")
+    index.store("last", [A])
+    # With a place per worker ever seen, this mask would have a thousand bits.
+    assert max(index._served.values()) == 1
+
+
+def test_removing_what_is_not_held_changes_nothing():
+    index = KvIndex()
+    index.store("w", [A])
+    index.remove("w", [B])
+    index.remove("w", [A], "CPU")
+    index.remove("stranger", [A])
+    assert index.overlap([A]) == {"w": 1}
+    assert len(index) == 1
+
+
+def test_a_snapshot_replaces_all_media():
+    index = KvIndex()
+    index.store("w", [A], "GPU")
+    index.store("w", [B], "CPU")
+    index.replace("w", {"GPU": [C]})
+    assert index.resident("w") == {C}
+    assert len(index) == 1
+
+
+verbs = st.one_of(
+    st.tuples(
+        st.sampled_from(["store", "remove"]),
+        st.sampled_from(WORKERS),
+        st.lists(st.sampled_from(DIGESTS)),
+        st.sampled_from(["GPU", "CPU", None]),
+    ),
+    st.tuples(st.sampled_from(["clear", "drop_worker"]), st.sampled_from(WORKERS)),
+    st.tuples(
+        st.just("replace"),
+        st.sampled_from(WORKERS),
+        st.dictionaries(st.sampled_from(["GPU", "CPU"]), st.lists(st.sampled_from(DIGESTS))),
+    ),
+)
+
+
+class PlainIndex:
+    """What the index must be equal to: one set per worker and medium."""
+
+    def __init__(self):
+        self.held = {}
+
+    def do(self, verb, worker, *args):
+        if verb == "drop_worker":
+            self.held.pop(worker, None)
+        elif verb == "replace":
+            self.held[worker] = defaultdict(set)
+            for medium, digests in args[0].items():
+                self.held[worker][medium] = set(digests)
+        elif verb == "store":
+            self.held.setdefault(worker, defaultdict(set))[args[1] or "GPU"].update(args[0])
+        elif worker in self.held:
+            if verb == "clear":
+                self.held[worker].clear()
+            else:
+                self.held[worker][args[1] or "GPU"].difference_update(args[0])
+
+    def overlap(self, digests):
+        overlaps = {}
+        for worker, media in self.held.items():
+            count = 0
+            while count < len(digests) and digests[count] in media["GPU"]:
+                count += 1
+            overlaps[worker] = count
+        return overlaps
+
+    def resident(self, worker):
+        return set().union(*self.held.get(worker, {}).values())
+
+    def __len__(self):
+        media = {medium for held in self.held.values() for medium in held}
+        return sum(
+            len(set().union(*(held[medium] for held in self.held.values())))
+            for medium in media
+        )
+
+
+@given(st.lists(verbs, max_size=40), st.lists(st.sampled_from(DIGESTS), max_size=6))
+def test_the_index_equals_a_plain_model_after_any_events(events, prompt):
+    index, plain = KvIndex(), PlainIndex()
+    for verb, *args in events:
+        getattr(index, verb)(*args)
+        plain.do(verb, *args)
+    assert index.overlap(prompt) == plain.overlap(prompt)
+    assert {w: index.resident(w) for w in WORKERS} == {w: plain.resident(w) for w in WORKERS}
+    assert len(index) == len(plain)
+    for worker in WORKERS:
+        index.drop_worker(worker)
+    assert len(index) == 0
+    assert index.overlap(prompt) == {}

@@ -1,0 +1,232 @@
+"""Decisions of the router: exact overlap, spread under bursts, and nothing left behind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from frontend.router.block_hashes import RequestBlocks
+from frontend.router.cost import RouterSettings
+from frontend.router.router import Router
+from transfer.messages import KvSnapshot
+
+BLOCK = 32
+EIGHT = [f"w{n}" for n in range(8)]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make_router(mode="kv", **settings):
+    clock = Clock()
+    return Router(mode, RouterSettings(**settings), clock, random.Random(3)), clock
+
+
+def prompt(name, num_tokens, skips_cache=False):
+    digests = [f"{name}-{n}".encode() for n in range(num_tokens // BLOCK)]
+    reusable = 0 if skips_cache else (num_tokens - 1) // BLOCK
+    return RequestBlocks(digests, reusable, num_tokens, BLOCK)
+
+
+def route(router, request_id, blocks, candidates=EIGHT, pinned=None):
+    return router.route(request_id, blocks, blocks.num_tokens, candidates, pinned)
+
+
+def test_a_request_goes_where_its_prefix_is():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    router.index.store("w5", blocks.digests[:10])
+    taken = route(router, "r", blocks)
+    assert taken.worker == "w5"
+    assert (taken.overlap_blocks, taken.promised_blocks, taken.prompt_blocks) == (10, 0, 31)
+    assert taken.cost == 1000 - 10 * BLOCK
+    assert [a.cost for a in taken.alternatives] == [1000.0] * 7
+    assert "w5" not in {a.worker for a in taken.alternatives}
+
+
+def test_the_last_block_of_an_aligned_prompt_is_no_overlap():
+    router, _ = make_router()
+    blocks = prompt("a", 4 * BLOCK)
+    router.index.store("w5", blocks.digests)
+    assert route(router, "r", blocks).overlap_blocks == 3
+
+
+def test_a_request_that_reads_no_cache_has_no_overlap():
+    router, _ = make_router()
+    router.index.store("w5", prompt("a", 1000).digests)
+    assert route(router, "r", prompt("a", 1000, skips_cache=True)).overlap_blocks == 0
+
+
+def test_promises_steer_but_are_no_overlap():
+    router, clock = make_router()
+    blocks = prompt("a", 1000)
+    first = route(router, "r1", blocks)
+    second = route(router, "r2", blocks)
+    assert second.worker == first.worker
+    assert (second.overlap_blocks, second.promised_blocks) == (0, 31)
+    clock.now += 2.5
+    third = route(router, "r3", blocks)
+    assert third.promised_blocks == 0
+    assert third.worker != first.worker
+
+
+def test_confirmed_blocks_replace_promised_ones():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    first = route(router, "r1", blocks)
+    router.index.store(first.worker, blocks.digests[:20])
+    second = route(router, "r2", blocks)
+    assert (second.overlap_blocks, second.promised_blocks) == (20, 11)
+
+
+def test_a_burst_of_one_unseen_prompt_goes_to_few_workers():
+    router, _ = make_router()
+    taken = Counter(route(router, f"r{n}", prompt("a", 4000)).worker for n in range(50))
+    assert 2 <= len(taken) <= 5
+    assert max(taken.values()) <= 17
+
+
+def test_a_burst_over_equally_warm_workers_is_spread_evenly():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    for worker in EIGHT:
+        router.index.store(worker, blocks.digests)
+    taken = Counter(route(router, f"r{n}", blocks).worker for n in range(100))
+    assert max(taken.values()) - min(taken[w] for w in EIGHT) <= 1
+
+
+def test_cold_requests_one_after_the_other_use_all_workers_alike():
+    router, _ = make_router()
+    taken = Counter()
+    for n in range(80):
+        taken[route(router, f"r{n}", prompt(f"p{n}", 500)).worker] += 1
+        router.finish(f"r{n}")
+    assert taken == dict.fromkeys(EIGHT, 10)
+
+
+def test_a_shared_prefix_does_not_pin_all_load_to_one_worker():
+    router, _ = make_router()
+    shared = prompt("system", 2000).digests
+    router.index.store("w0", shared)
+    taken = Counter()
+    for n in range(160):
+        own = [f"{n}-{block}".encode() for block in range(3)]
+        blocks = RequestBlocks([*shared, *own], 65, 2100, BLOCK)
+        worker = route(router, f"r{n}", blocks).worker
+        router.index.store(worker, blocks.digests)
+        router.first_token(f"r{n}")
+        taken[worker] += 1
+    assert max(taken.values()) <= 1.5 * 160 / 8
+
+
+def test_work_in_flight_repels_until_it_ends():
+    router, _ = make_router()
+    busy = route(router, "r1", prompt("a", 4000), ["w0", "w1"]).worker
+    idle = ({"w0", "w1"} - {busy}).pop()
+    assert route(router, "r2", prompt("b", 1000), ["w0", "w1"]).worker == idle
+    router.finish("r1")
+    assert route(router, "r3", prompt("c", 100), ["w0", "w1"]).worker == busy
+
+
+def test_a_first_token_takes_the_prompt_off_the_queue():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    router.index.store("w0", blocks.digests[:10])
+    route(router, "r", blocks, ["w0"])
+    assert router.load.load("w0").prefill_tokens == 1000 - 10 * BLOCK
+    router.first_token("r")
+    assert router.load.load("w0").prefill_tokens == 0
+    assert router.load.load("w0").blocks == 32
+
+
+def test_a_pinned_request_follows_its_sibling():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    router.index.store("w5", blocks.digests)
+    assert route(router, "r", blocks, pinned="w2").worker == "w2"
+    assert router.load.load("w2").requests == 1
+
+
+def test_a_pin_to_a_worker_that_is_gone_is_ignored():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    router.index.store("w5", blocks.digests)
+    assert route(router, "r", blocks, pinned="w9").worker == "w5"
+
+
+def test_a_request_routed_again_does_not_see_its_own_charge():
+    router, _ = make_router()
+    router.route("r", None, 1000, ["w0"])
+    again = router.route("r", None, 1000, ["w0"])
+    assert again.cost == 1000
+    assert len(router.load) == 1
+
+
+def test_only_candidates_are_taken():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    router.index.store("w5", blocks.digests)
+    assert route(router, "r", blocks, ["w1"]).worker == "w1"
+    with pytest.raises(ValueError, match="no worker"):
+        route(router, "r2", blocks, [])
+    assert len(router.load) == 1
+
+
+def test_a_dropped_worker_leaves_nothing():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    router.plane.on_ready("w0", "e1")
+    router.plane.on_snapshot("w0", KvSnapshot("e1", 1, {"GPU": blocks.digests}))
+    route(router, "r1", blocks, ["w0"])
+    assert router.drop_worker("w0") == ["r1"]
+    assert len(router.index) == len(router.load) == len(router.promises) == 0
+    assert not router.plane.caught_up("w0")
+
+
+def test_round_robin_takes_turns_and_still_tells_the_overlap():
+    router, _ = make_router("round-robin")
+    blocks = prompt("a", 1000)
+    router.index.store("w1", blocks.digests)
+    routes = [route(router, f"r{n}", blocks, ["w0", "w1"]) for n in range(4)]
+    assert [r.worker for r in routes] == ["w0", "w1", "w0", "w1"]
+    assert [r.overlap_blocks for r in routes] == [0, 31, 0, 31]
+
+
+def test_random_takes_all_workers_about_alike():
+    router, _ = make_router("random")
+    taken = Counter(router.route(f"r{n}", None, 100, EIGHT).worker for n in range(800))
+    assert set(taken) == set(EIGHT)
+    assert max(taken.values()) < 150
+
+
+def test_least_loaded_ignores_the_caches():
+    router, _ = make_router("least-loaded")
+    blocks = prompt("a", 1000)
+    router.index.store("w1", blocks.digests)
+    router.load.charge("w1", "other", 10, 1)
+    taken = route(router, "r", blocks, ["w0", "w1"])
+    assert (taken.worker, taken.overlap_blocks) == ("w0", 0)
+    assert taken.alternatives[0].overlap_blocks == 31
+
+
+def test_a_temperature_also_takes_dearer_workers():
+    router, _ = make_router(temperature=1.0)
+    blocks = prompt("a", 1000)
+    router.index.store("w0", blocks.digests)
+    taken = set()
+    for n in range(50):
+        taken.add(route(router, f"r{n}", blocks, ["w0", "w1"]).worker)
+        router.finish(f"r{n}")
+    assert taken == {"w0", "w1"}
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="fastest"):
+        Router("fastest", RouterSettings(), Clock(), random.Random(0))

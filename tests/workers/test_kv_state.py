@@ -1,0 +1,264 @@
+"""What a worker publishes equals what its engine's events say is resident."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.distributed.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KVEventBatch,
+)
+
+from transfer.errors import BadMessage
+from transfer.messages import KvDelta
+from workers.kv_state import KvState
+
+A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
+
+
+def stored(*digests, block_size=32, medium="GPU", group=0, kind="full_attention"):
+    return BlockStored(
+        block_hashes=list(digests),
+        parent_block_hash=None,
+        token_ids=list(range(block_size * len(digests))),
+        block_size=block_size,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+        extra_keys=[("an image", 3)] * len(digests),
+        group_idx=group,
+        kv_cache_spec_kind=kind,
+    )
+
+
+def removed(*digests, medium="GPU", group=0):
+    return BlockRemoved(block_hashes=list(digests), medium=medium, group_idx=group)
+
+
+def batch(*events):
+    return msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=list(events)))
+
+
+def state_after(*events):
+    state = KvState(32, "e1")
+    state.apply(batch(*events))
+    return state
+
+
+def resident(state):
+    return {medium: set(blocks) for medium, blocks in state.snapshot().blocks.items()}
+
+
+def test_stored_and_removed_blocks_become_numbered_deltas():
+    state = KvState(32, "e1")
+    first = state.apply(batch(stored(A)))
+    second = state.apply(batch(removed(A), stored(B)))
+    assert first == KvDelta(epoch="e1", seq=1, stored={"GPU": [A]})
+    assert second == KvDelta(epoch="e1", seq=2, stored={"GPU": [B]}, removed={"GPU": [A]})
+    assert state.snapshot().epoch == "e1"
+    assert state.snapshot().seq == 2
+    assert state.snapshot().blocks == {"GPU": [B]}
+
+
+def test_a_block_stored_twice_survives_its_first_removal():
+    state = state_after(stored(A), stored(A))
+    assert state.apply(batch(removed(A))) is None
+    assert resident(state) == {"GPU": {A}}
+    assert state.apply(batch(removed(A))).removed == {"GPU": [A]}
+
+
+def test_a_block_stored_and_removed_in_one_batch_is_not_mentioned():
+    state = KvState(32, "e1")
+    assert state.apply(batch(stored(A), removed(A))) is None
+    assert state.apply(batch(stored(B))).seq == 1
+
+
+def test_a_block_removed_and_stored_in_one_batch_is_not_mentioned():
+    state = state_after(stored(A))
+    assert state.apply(batch(removed(A), stored(A))) is None
+    assert resident(state) == {"GPU": {A}}
+
+
+def test_removing_an_unknown_block_changes_nothing():
+    state = state_after(stored(A))
+    assert state.apply(batch(removed(B), removed(C, group=5))) is None
+
+
+def test_media_are_kept_apart_and_none_means_gpu():
+    state = state_after(stored(A, medium=None), stored(A, medium="CPU"))
+    assert resident(state) == {"GPU": {A}, "CPU": {A}}
+    assert state.apply(batch(removed(A, medium="CPU"))).removed == {"CPU": [A]}
+    assert resident(state) == {"GPU": {A}}
+
+
+def test_a_cleared_engine_holds_nothing():
+    state = state_after(stored(A), stored(A))
+    delta = state.apply(batch(AllBlocksCleared()))
+    assert (delta.cleared, delta.stored, delta.removed) == (True, {}, {})
+    assert resident(state) == {}
+    assert state.apply(batch(removed(A))) is None
+
+
+def test_blocks_stored_after_a_clear_in_one_batch_remain():
+    state = state_after(stored(A, B))
+    delta = state.apply(batch(stored(C), AllBlocksCleared(), stored(A)))
+    assert (delta.cleared, delta.stored, delta.removed) == (True, {"GPU": [A]}, {})
+    assert resident(state) == {"GPU": {A}}
+
+
+def test_clearing_an_empty_state_says_nothing():
+    state = KvState(32, "e1")
+    assert state.clear() is None
+    assert state.apply(batch(AllBlocksCleared())) is None
+
+
+def test_a_reset_need_not_wait_for_the_engine():
+    state = state_after(stored(A))
+    assert state.clear() == KvDelta(epoch="e1", seq=2, cleared=True)
+    assert resident(state) == {}
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "mla_attention", None])
+def test_prefix_groups_count(kind):
+    assert resident(state_after(stored(A, kind=kind))) == {"GPU": {A}}
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "unknown", "of the future"])
+def test_other_groups_are_left_out_and_reported_once(kind, caplog):
+    state = state_after(stored(A, kind=kind), stored(B, kind=kind))
+    assert resident(state) == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        f"ignoring blocks of cache group 0, which is {kind}"
+    ]
+
+
+def test_a_removal_in_another_group_leaves_the_prefix_group_alone():
+    state = state_after(stored(A), stored(A, group=1, kind="sliding_window"))
+    assert state.apply(batch(removed(A, group=1))) is None
+    assert resident(state) == {"GPU": {A}}
+
+
+def test_a_block_is_held_only_when_all_prefix_groups_hold_it():
+    state = state_after(stored(A, B), stored(A, group=1))
+    assert resident(state) == {"GPU": {A}}
+    assert state.apply(batch(stored(B, group=1))).stored == {"GPU": [B]}
+    assert state.apply(batch(removed(A, group=0))).removed == {"GPU": [A]}
+
+
+def test_a_prefix_group_that_appears_late_retracts_what_it_does_not_hold():
+    state = state_after(stored(A, B))
+    assert state.apply(batch(stored(A, group=1))).removed == {"GPU": [B]}
+
+
+def test_blocks_of_another_size_are_ignored_and_reported_once(caplog):
+    state = state_after(stored(A, block_size=64), stored(B, block_size=64), stored(C))
+    assert resident(state) == {"GPU": {C}}
+    assert len(caplog.records) == 1
+    assert "64 tokens" in caplog.records[0].getMessage()
+
+
+def test_integer_hashes_are_refused_with_the_remedy_and_change_nothing():
+    state = state_after(stored(A))
+    for event in (stored(7), removed(7)):
+        with pytest.raises(BadMessage, match="VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0"):
+            state.apply(batch(removed(A), event))
+    assert resident(state) == {"GPU": {A}}
+
+
+def test_events_of_unknown_types_are_skipped_and_reported_once(caplog):
+    unknown = [{"type": "BlockMoved", "block_hashes": [A]}, {"type": [1]}, 7]
+    state = KvState(32, "e1")
+    for _ in range(2):
+        payload = msgspec.msgpack.encode(EventBatch(1.0, [*unknown, stored(A), removed(B)], 0))
+        state.apply(payload)
+    assert resident(state) == {"GPU": {A}}
+    assert len(caplog.records) == 3
+
+
+def test_a_malformed_event_of_a_known_type_is_refused_and_changes_nothing():
+    state = state_after(stored(A))
+    payload = msgspec.msgpack.encode(
+        EventBatch(1.0, [removed(A), {"type": "BlockStored", "block_hashes": 3}])
+    )
+    with pytest.raises(BadMessage):
+        state.apply(payload)
+    assert resident(state) == {"GPU": {A}}
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_batch_or_a_bad_message(payload):
+    with contextlib.suppress(BadMessage):
+        KvState(32, "e1").apply(payload)
+
+
+
+def test_every_cut_off_batch_is_a_bad_message():
+    payload = batch(stored(A, B), removed(A))
+    for size in range(len(payload)):
+        with pytest.raises(BadMessage):
+            KvState(32, "e1").apply(payload[:size])
+
+
+digest_lists = st.lists(st.sampled_from([A, B, C]), max_size=3)
+media = st.sampled_from(["GPU", "CPU", None])
+events = st.one_of(
+    st.builds(lambda d, m: stored(*d, medium=m), digest_lists, media),
+    st.builds(lambda d, m: removed(*d, medium=m), digest_lists, media),
+    st.just(AllBlocksCleared()),
+)
+
+
+def replay(held, delta):
+    """Apply a delta as a frontend does."""
+    if delta.cleared:
+        held.clear()
+    for medium, digests in delta.removed.items():
+        # Nothing is taken away that the frontend was not told of.
+        assert set(digests) <= held[medium]
+        held[medium] -= set(digests)
+    for medium, digests in delta.stored.items():
+        held.setdefault(medium, set())
+        assert not set(digests) & held[medium]
+        held[medium] |= set(digests)
+    for medium in delta.stored.keys() & delta.removed.keys():
+        assert not set(delta.stored[medium]) & set(delta.removed[medium])
+
+
+@given(st.lists(st.lists(events, max_size=5), max_size=10))
+def test_deltas_lead_to_what_counting_copies_gives(batches):
+    state, copies, held = KvState(32, "e1"), Counter(), {}
+    seq = 0
+    for happenings in batches:
+        delta = state.apply(batch(*happenings))
+        for event in happenings:
+            if isinstance(event, AllBlocksCleared):
+                copies.clear()
+                continue
+            for digest in event.block_hashes:
+                key = (event.medium or "GPU", digest)
+                if isinstance(event, BlockStored):
+                    copies[key] += 1
+                elif copies[key] > 0:
+                    copies[key] -= 1
+        before = {medium: set(digests) for medium, digests in held.items() if digests}
+        if delta is not None:
+            seq += 1
+            assert delta.seq == seq
+            replay(held, delta)
+        expected = {}
+        for (medium, digest), count in copies.items():
+            if count:
+                expected.setdefault(medium, set()).add(digest)
+        assert {medium: blocks for medium, blocks in held.items() if blocks} == expected
+        assert resident(state) == expected
+        assert state.snapshot().seq == seq
+        if delta is None:
+            assert before == expected

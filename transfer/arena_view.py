@@ -1,0 +1,132 @@
+"""A reader's side of shared memory: an arena of another process, mapped here.
+
+The mapping is private and writable: torch wants writable memory under its tensors, and
+what a model writes there stays in this process. Such a written page is a copy of its
+own, blind to what the owner puts there later, so the pages of an entry are dropped each
+time it is read, which brings back the owner's bytes. Headers are read through the file,
+never through the mapping, for the same reason.
+
+``multiprocessing.shared_memory`` is not used: its resource tracker removes the owner's
+live segment when a reader exits.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from transfer.arena_layout import (
+    ARENA_HEADER_BYTES,
+    ENTRY_HEADER_BYTES,
+    NAME_PATTERN,
+    PAGE_BYTES,
+    SHM,
+    arena_nonce_and_size,
+    entry_header,
+)
+from transfer.errors import ArenaGone, BadMessage, StaleRef
+from transfer.tensor_ref import ArenaId, EntryRef
+
+
+class ArenaView:
+    """Reads entries of the arena that ``arena`` names, without copying them.
+
+    Raises:
+        BadMessage: the name is not one that an arena can have.
+        ArenaGone: no such arena is seen from here.
+    """
+
+    def __init__(self, arena: ArenaId, directory: Path = SHM) -> None:
+        if NAME_PATTERN.fullmatch(arena.name) is None:
+            raise BadMessage(f"{arena.name!r} is not the name of an arena")
+        self.id = arena
+        try:
+            self._fd = os.open(directory / arena.name, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise ArenaGone(f"cannot open arena {arena.name}: {error}") from error
+        try:
+            self._size = _checked_size(self._fd, arena)
+            self._map = mmap.mmap(
+                self._fd,
+                self._size,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._closed = False
+
+    def read(self, ref: EntryRef) -> memoryview:
+        """Return the payload of an entry, as its owner wrote it.
+
+        Its bytes stay as they are while the owner's lease lasts. Writing to them is seen
+        only here, and only until the entry is read again.
+
+        Raises:
+            StaleRef: the entry holds something else by now, or never held this.
+            ArenaGone: this view was closed.
+        """
+        self.check(ref)
+        start = ref.offset - ENTRY_HEADER_BYTES
+        self._map.madvise(mmap.MADV_DONTNEED, start, ENTRY_HEADER_BYTES + ref.nbytes)
+        return memoryview(self._map)[ref.offset : ref.offset + ref.nbytes]
+
+    def check(self, ref: EntryRef) -> None:
+        """Make sure that the owner's entry is still the one that ``ref`` names.
+
+        Raises:
+            StaleRef: it is not.
+            ArenaGone: this view was closed.
+        """
+        if self._closed:
+            raise ArenaGone(f"the view of arena {self.id.name} was closed")
+        if ref.arena != self.id.name:
+            raise StaleRef(f"a reference to arena {ref.arena!r}, not {self.id.name}")
+        start = ref.offset - ENTRY_HEADER_BYTES
+        inside = start >= PAGE_BYTES and 0 <= ref.nbytes <= self._size - ref.offset
+        if not inside or start % PAGE_BYTES:
+            raise StaleRef(f"no entry of {ref.nbytes} bytes can be at {ref.offset}")
+        try:
+            expected = entry_header(ref)
+        except ValueError as error:
+            raise StaleRef(f"no entry can be like this: {error}") from error
+        if os.pread(self._fd, ENTRY_HEADER_BYTES, start) != expected:
+            raise StaleRef(f"generation {ref.generation} is no longer at {ref.offset}")
+
+    def close(self) -> None:
+        """Unmap the arena; views still in use stay valid and the last unmaps it."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(BufferError):
+            self._map.close()
+        os.close(self._fd)
+
+    def __enter__(self) -> ArenaView:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _checked_size(fd: int, arena: ArenaId) -> int:
+    """Return the size of the file in bytes, once it is sure to be this arena."""
+    stated = arena_nonce_and_size(os.pread(fd, ARENA_HEADER_BYTES, 0))
+    if stated is None:
+        raise ArenaGone(f"{arena.name} is not an arena of this version")
+    nonce, size = stated
+    if nonce != arena.nonce:
+        raise ArenaGone(f"{arena.name} is another arena of the same name")
+    # Touching a mapping beyond the end of its file would kill the process.
+    if os.fstat(fd).st_size != size:
+        raise ArenaGone(f"{arena.name} has not the size that its header states")
+    return size

@@ -1,0 +1,86 @@
+"""Who still needs which part of an arena.
+
+Leases and reservations end when they are no longer referenced, so that whatever fails
+between making one and using it needs no bookkeeping. The garbage collector may end them
+in any thread at any moment, even within the arena's own lock: all that happens then is
+an append to a deque that the arena drains later.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from transfer.tensor_ref import EntryRef
+
+
+class Lease:
+    """Pins one entry: while any lease of it lives, the entry cannot be evicted.
+
+    It ends when it is released or when it is no longer referenced, whichever is first.
+    """
+
+    __slots__ = ("__weakref__", "_end", "entry")
+
+    def __init__(self, entry: EntryRef, released: deque[int]) -> None:
+        self.entry = entry
+        self._end = weakref.finalize(self, released.append, entry.generation)
+        # At exit nobody is left to drain, and the arena goes as a whole.
+        self._end.atexit = False
+
+    def release(self) -> None:
+        """End the lease now. Doing it again does nothing."""
+        self._end()
+
+    def __reduce__(self) -> NoReturn:
+        # Covers copy, deepcopy and pickle: a copy would end the lease a second time.
+        raise TypeError("a lease cannot be copied: take another from the arena")
+
+
+class Reservation:
+    """Space for one entry, to be written and then sealed.
+
+    ``memory`` has exactly the bytes that were asked for; keep the reservation as long as
+    you write to it. One that is dropped without being sealed gives its space back.
+    """
+
+    __slots__ = ("__weakref__", "_abandon", "_publish", "memory")
+
+    def __init__(
+        self,
+        memory: memoryview,
+        publish: Callable[[], Lease],
+        abandon: Callable[[], object],
+    ) -> None:
+        self.memory = memory
+        self._publish = publish
+        self._abandon = weakref.finalize(self, abandon)
+        self._abandon.atexit = False
+
+    def seal(self) -> Lease:
+        """Publish the entry and lease it. ``memory`` must not be written any more.
+
+        If another reservation of the same identity was sealed first, that entry is
+        leased and this one's space is given back.
+
+        Raises:
+            RuntimeError: sealed or cancelled before.
+            ArenaGone: the arena was closed.
+        """
+        if self._abandon.detach() is None:
+            raise RuntimeError("this reservation was sealed or cancelled before")
+        self._release_memory()
+        return self._publish()
+
+    def cancel(self) -> None:
+        """Give the space back. Does nothing after ``seal`` or another ``cancel``."""
+        self._release_memory()
+        self._abandon()
+
+    def _release_memory(self) -> None:
+        # Refused while someone has a view of it, who is then trusted not to write.
+        with suppress(BufferError):
+            self.memory.release()

@@ -1,0 +1,166 @@
+"""Moves messages between frontends and workers over ZeroMQ.
+
+A worker binds one ROUTER for requests and one PUB for KV deltas; every frontend connects
+a DEALER and a SUB. A DEALER's routing id is the frontend's name, so a worker's replies
+find their way and a frontend that reconnects is the same peer.
+
+Sending never waits: messages queue in ZeroMQ, in order, and a peer that does not read is
+found out by its missing heartbeats, not by a blocked sender. What arrives and does not
+decode is counted, logged and dropped; it cannot stop the reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from transfer.errors import BadMessage
+from transfer.messages import Frame, KvDelta, Message, decode, encode
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+"""How often a frontend pings each of its workers."""
+
+LAST_WORDS_MS = 200
+"""How long closing may take to get a last message out, in milliseconds."""
+
+
+class _Socket:
+    """One ZeroMQ socket that carries our messages."""
+
+    def __init__(self, context: zmq.asyncio.Context, kind: int) -> None:
+        self._socket: zmq.asyncio.Socket = context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # No limit on queued messages: a limit would drop silently (ROUTER) or block
+        # (DEALER). What bounds the queue is that lost peers are dropped.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.IPV6, 1)
+        self.bad_messages = 0
+
+    def close(self) -> None:
+        self._socket.close(linger=LAST_WORDS_MS)
+
+    def _put(self, frames: Sequence[Frame]) -> None:
+        # pyzmq copies frames below 64 KiB and keeps larger ones alive until sent.
+        future = self._socket.send_multipart(frames, copy=False)
+        future.add_done_callback(_log_failed_send)
+
+    async def _frames(self) -> list[memoryview]:
+        parts = await self._socket.recv_multipart(copy=False)
+        return [part.buffer for part in parts]
+
+    def _count_bad(self, sender: str, error: BadMessage) -> None:
+        self.bad_messages += 1
+        logger.warning("dropped a message from %s: %s", sender, error)
+
+
+def _log_failed_send(future: asyncio.Future[object]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("could not send: %s", error)
+
+
+class FrontendLink(_Socket):
+    """A frontend's end of the line to one worker."""
+
+    def __init__(self, context: zmq.asyncio.Context, frontend: str, address: str) -> None:
+        super().__init__(context, zmq.DEALER)
+        self.address = address
+        self._socket.setsockopt(zmq.ROUTING_ID, frontend.encode())
+        self._socket.connect(address)
+
+    def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
+        self._put(encode(message, payload))
+
+    async def receive(self) -> tuple[Message, Sequence[Frame]]:
+        while True:
+            try:
+                return decode(await self._frames())
+            except BadMessage as error:
+                self._count_bad(self.address, error)
+
+
+class WorkerLink(_Socket):
+    """A worker's end of the lines to all its frontends."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        super().__init__(context, zmq.ROUTER)
+        # A frontend that reconnects takes over from its dead connection.
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.address = _bind(self._socket, address)
+
+    def close(self) -> None:
+        super().close()
+        _unlink_ipc(self.address)
+
+    def send(self, frontend: str, message: Message, payload: Sequence[Frame] = ()) -> None:
+        self._put([frontend.encode(), *encode(message, payload)])
+
+    async def receive(self) -> tuple[str, Message, Sequence[Frame]]:
+        while True:
+            peer, *frames = await self._frames()
+            name = bytes(peer).decode(errors="replace")
+            try:
+                message, payload = decode(frames)
+            except BadMessage as error:
+                self._count_bad(name, error)
+                continue
+            return name, message, payload
+
+
+class KvPublisher(_Socket):
+    """A worker tells all frontends what its engine's KV cache gained and lost."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        super().__init__(context, zmq.PUB)
+        self.address = _bind(self._socket, address)
+
+    def close(self) -> None:
+        super().close()
+        _unlink_ipc(self.address)
+
+    def publish(self, delta: KvDelta) -> None:
+        self._put(encode(delta))
+
+
+class KvSubscriber(_Socket):
+    """A frontend listens to one worker's KV deltas."""
+
+    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+        super().__init__(context, zmq.SUB)
+        self.address = address
+        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._socket.connect(address)
+
+    async def receive(self) -> KvDelta:
+        while True:
+            try:
+                message, _ = decode(await self._frames())
+                if not isinstance(message, KvDelta):
+                    raise BadMessage(f"{type(message).__name__} on the KV plane")
+                return message
+            except BadMessage as error:
+                self._count_bad(self.address, error)
+
+
+def _bind(socket: zmq.asyncio.Socket, address: str) -> str:
+    """Bind and return the address as peers must name it (port 0 is resolved)."""
+    socket.bind(address)
+    if address.startswith("ipc://"):
+        # ZeroMQ makes the socket file with the umask's mode: only our user may speak.
+        Path(address.removeprefix("ipc://")).chmod(0o600)
+    bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return bound
+
+
+def _unlink_ipc(address: str) -> None:
+    if address.startswith("ipc://"):
+        with contextlib.suppress(FileNotFoundError):
+            Path(address.removeprefix("ipc://")).unlink()

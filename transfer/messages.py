@@ -1,0 +1,273 @@
+"""What a frontend and a worker say to each other.
+
+Every message is one msgspec Struct, tagged by its class name, in the first frame. Two
+messages carry more frames behind it, in vLLM's own encoding: ``AddRequest`` an
+EngineCoreRequest, ``Outputs`` an EngineCoreOutputs. vLLM's structs are positional, so
+both sides must run the same vLLM version; ``WorkerFacts`` states it.
+
+Nothing here is ever unpickled: vLLM's decoder accepts pickle extension codes when
+VLLM_ALLOW_INSECURE_SERIALIZATION is set, ours refuses them whatever it says.
+
+vLLM names relied on: v1.engine.EngineCoreRequest, EngineCoreOutputs;
+v1.serial_utils.MsgpackEncoder, MsgpackDecoder, CUSTOM_TYPE_RAW_VIEW, UtilityResult.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.serial_utils import (
+    CUSTOM_TYPE_RAW_VIEW,
+    MsgpackDecoder,
+    MsgpackEncoder,
+    UtilityResult,
+)
+
+from transfer.errors import BadMessage
+from transfer.tensor_ref import ArenaId
+
+PROTOCOL_VERSION = 1
+
+Frame = bytes | bytearray | memoryview
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's engine is, stated when it registers.
+
+    A frontend compares these with its own settings and with the first worker's, and
+    refuses a worker that differs, naming the field.
+    """
+
+    protocol: int
+    vllm_version: str
+    model: str
+    revision: str
+    dtype: str
+    block_size: int
+    """Tokens per hashed block."""
+    hash_algorithm: str
+    root_hash: str
+    """Hex digest that every chain of block hashes starts from."""
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    encoder_cache_tokens: int
+    """Embedding tokens that one item may have at most."""
+    num_kv_blocks: int
+    mm_device_do_normalize: bool
+    """Whether the model normalizes pixels itself, so that they arrive as uint8."""
+    mm_processor_kwargs: str
+    """JSON of the processor options given on the command line."""
+    lora: str
+    """JSON of the LoRA settings, empty when LoRA is off."""
+    reasoning_parser: str
+    identity_seed_fingerprint: str
+    """Names the secret seed of image identities without telling it; empty: any."""
+
+
+class Hello(msgspec.Struct, tag=True, kw_only=True):
+    """A frontend introduces itself. Answered by ``Ready`` or ``Refused``."""
+
+    frontend: str
+    protocol: int
+    arena: ArenaId | None
+    """The shared memory that this frontend's references point into."""
+    transfer: str
+    """``auto``, ``shm`` or ``inline``: what the deployment asks for."""
+    identity_seed_fingerprint: str
+
+
+class Ready(msgspec.Struct, tag=True, kw_only=True):
+    worker: str
+    facts: WorkerFacts
+    epoch: str
+    """Fresh for each start of the worker process."""
+    kv_address: str
+    """Where this worker publishes ``KvDelta``."""
+    transfer: str
+    """``shm`` or ``inline``: how tensors reach this worker."""
+    transfer_reason: str
+
+
+class Refused(msgspec.Struct, tag=True, kw_only=True):
+    worker: str
+    reason: str
+
+
+class AddRequest(msgspec.Struct, tag=True):
+    """Followed by the frames of an EngineCoreRequest."""
+
+    request_id: str
+
+
+class AbortRequests(msgspec.Struct, tag=True):
+    request_ids: list[str]
+
+
+class Call(msgspec.Struct, tag=True):
+    """Calls a method of the engine. Followed by the frames of its argument list."""
+
+    call_id: int
+    method: str
+
+
+class CallResult(msgspec.Struct, tag=True):
+    """Followed by the frames of the result, unless it failed."""
+
+    call_id: int
+    error: str | None = None
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """Followed by the frames of an EngineCoreOutputs."""
+
+
+class Released(msgspec.Struct, tag=True):
+    """The engine has let go of these aborted requests: their tensors may be reused."""
+
+    request_ids: list[str]
+
+
+class TensorsMissing(msgspec.Struct, tag=True):
+    """The worker cannot read what this request refers to: send the tensors with it."""
+
+    request_id: str
+    reason: str
+
+
+class AskSnapshot(msgspec.Struct, tag=True):
+    """Asks for ``KvSnapshot``."""
+
+
+class KvSnapshot(msgspec.Struct, tag=True):
+    """All blocks resident in an engine, as of delta ``seq`` of ``epoch``."""
+
+    epoch: str
+    seq: int
+    blocks: dict[str, list[bytes]]
+    """Medium (``GPU``, ``CPU``, ...) -> block digests."""
+
+
+class KvDelta(msgspec.Struct, tag=True):
+    """Blocks that became resident or ceased to be. Published, not answered.
+
+    Applied in this order: ``cleared``, then ``removed``, then ``stored``. Within one
+    delta no digest stands in both lists of a medium.
+    """
+
+    epoch: str
+    seq: int
+    """Counts up by one for each delta of an epoch, from 1."""
+    stored: dict[str, list[bytes]] = {}
+    removed: dict[str, list[bytes]] = {}
+    cleared: bool = False
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Says that the sender lives. The worker answers with ``Pong``."""
+
+
+class Pong(msgspec.Struct, tag=True):
+    pass
+
+
+class Bye(msgspec.Struct, tag=True):
+    """The sender is leaving in good order."""
+
+
+Message = (
+    Hello
+    | Ready
+    | Refused
+    | AddRequest
+    | AbortRequests
+    | Call
+    | CallResult
+    | Outputs
+    | Released
+    | TensorsMissing
+    | AskSnapshot
+    | KvSnapshot
+    | KvDelta
+    | Ping
+    | Pong
+    | Bye
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class _StrictDecoder(MsgpackDecoder):
+    """vLLM's decoder without pickle and without types named by the sender."""
+
+    def ext_hook(self, code: int, data: memoryview) -> Any:
+        if code == CUSTOM_TYPE_RAW_VIEW:
+            return data
+        raise BadMessage(f"extension code {code} is not allowed")
+
+    def _decode_utility_result(self, obj: Any) -> UtilityResult:
+        raise BadMessage("utility results are not allowed here")
+
+
+_vllm_encoder = MsgpackEncoder()
+_request_decoder = _StrictDecoder(EngineCoreRequest)
+_outputs_decoder = _StrictDecoder(EngineCoreOutputs)
+
+T = TypeVar("T")
+
+
+def encode(message: Message, payload: Sequence[Frame] = ()) -> list[Frame]:
+    """Return the frames of ``message``, ``payload`` behind it."""
+    return [_encoder.encode(message), *payload]
+
+
+def decode(frames: Sequence[Frame]) -> tuple[Message, Sequence[Frame]]:
+    """Split frames into the message and its payload.
+
+    Raises:
+        BadMessage: the first frame is not one of ours.
+    """
+    if not frames:
+        raise BadMessage("an empty message")
+    try:
+        return _decoder.decode(frames[0]), frames[1:]
+    except msgspec.DecodeError as error:
+        raise BadMessage(str(error)) from error
+
+
+def encode_payload(value: Any) -> Sequence[Frame]:
+    """Encode a request, outputs or call arguments as vLLM does; tensors are not copied.
+
+    Not safe to call from several threads at once.
+    """
+    return _vllm_encoder.encode(value)
+
+
+def decode_request(frames: Sequence[Frame]) -> EngineCoreRequest:
+    """Decode the payload of ``AddRequest``; tensors are views over the frames."""
+    return _decode_payload(_request_decoder, frames)
+
+
+def decode_outputs(frames: Sequence[Frame]) -> EngineCoreOutputs:
+    """Decode the payload of ``Outputs``; arrays are views over the frames."""
+    return _decode_payload(_outputs_decoder, frames)
+
+
+def decode_payload_as(type_: type[T], frames: Sequence[Frame]) -> T:
+    """Decode call arguments or results to ``type_`` (``object`` for anything plain)."""
+    args = () if type_ is object else (type_,)
+    return _decode_payload(_StrictDecoder(*args), frames)
+
+
+def _decode_payload(decoder: MsgpackDecoder, frames: Sequence[Frame]) -> Any:
+    try:
+        return decoder.decode(frames)
+    except BadMessage:
+        raise
+    except (msgspec.MsgspecError, ValueError, TypeError, KeyError, IndexError,
+            AttributeError, AssertionError, NotImplementedError, RuntimeError) as error:
+        raise BadMessage(f"payload does not decode: {error}") from error

@@ -1,0 +1,258 @@
+"""A multimodal item with its large tensors in shared memory, and back.
+
+Packing keeps every key of the item in its place: a field that moved keeps its ``field``
+and has ``data=None``, and one more key, ``REFERENCE_KEY``, says where its tensors are.
+Resolving builds the tensors over the memory they were written to; nothing is copied.
+
+What stays inline: fields that vLLM keeps on the CPU (it reads them to compute
+positions), small ones, and whatever is not made of plain tensors. An item that vLLM has
+stripped down to its CPU fields has no reference any more and passes as it is.
+
+vLLM names relied on: multimodal.inputs.MultiModalKwargsItem, MultiModalFieldElem,
+MultiModalSharedField, BaseMultiModalField.keep_on_cpu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalSharedField,
+)
+
+from transfer.errors import BadMessage
+from transfer.tensor_ref import EntryRef, ItemRef, TensorSpec
+
+REFERENCE_KEY = "foveal.reference"
+MIN_FIELD_BYTES = 1024
+TENSOR_ALIGNMENT = 64
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_REFERENCE_FIELD = MultiModalSharedField(batch_size=1)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ItemRef)
+
+Indices = int | list[Any]
+"""An index into a plan's tensors, or nested lists of them."""
+
+
+@dataclass(frozen=True)
+class ItemPlan:
+    """Where the tensors of one item go within ``nbytes`` of memory."""
+
+    nbytes: int
+    tensors: tuple[TensorSpec, ...]
+    fields: dict[str, Indices]
+
+
+def plan(item: MultiModalKwargsItem) -> ItemPlan | None:
+    """Lay out the tensors that are worth moving; None when there are none."""
+    tensors: list[TensorSpec] = []
+    fields: dict[str, Indices] = {}
+    end = 0
+
+    def place(data: Any) -> Indices:
+        nonlocal end
+        if isinstance(data, list | tuple):
+            return [place(part) for part in data]
+        offset = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+        end = offset + data.nbytes
+        tensors.append(TensorSpec(_DTYPE_NAMES[data.dtype], tuple(data.shape), offset))
+        return len(tensors) - 1
+
+    for key, elem in item.items():
+        if _is_worth_moving(elem):
+            fields[key] = place(elem.data)
+    return ItemPlan(end, tuple(tensors), fields) if fields else None
+
+
+def write(plan: ItemPlan, item: MultiModalKwargsItem, memory: memoryview) -> None:
+    """Copy the tensors of ``item`` to their places in ``memory``, each once.
+
+    Raises:
+        ValueError: the memory or the item is not what the plan was made for.
+    """
+    if memory.nbytes != plan.nbytes:
+        raise ValueError(f"{memory.nbytes} bytes of memory for a plan of {plan.nbytes}")
+    for key, indices in plan.fields.items():
+        _write(plan, indices, item[key].data, memory)
+
+
+def refer(
+    plan: ItemPlan, item: MultiModalKwargsItem, entry: EntryRef
+) -> MultiModalKwargsItem:
+    """Return a new item that refers to ``entry`` instead of carrying the tensors.
+
+    Raises:
+        ValueError: the entry is not one that this plan was written to.
+    """
+    if entry.nbytes != plan.nbytes:
+        raise ValueError(f"an entry of {entry.nbytes} bytes for a plan of {plan.nbytes}")
+    packed = {
+        key: _without_data(elem) if key in plan.fields else elem
+        for key, elem in item.items()
+    }
+    encoded = _encoder.encode(ItemRef(entry, plan.tensors, plan.fields))
+    packed[REFERENCE_KEY] = MultiModalFieldElem(
+        data=torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
+        field=_REFERENCE_FIELD,
+    )
+    return MultiModalKwargsItem(packed)
+
+
+def is_packed(item: MultiModalKwargsItem) -> bool:
+    """Tell whether the item refers to tensors that it does not carry."""
+    return REFERENCE_KEY in item
+
+
+def read_reference(item: MultiModalKwargsItem) -> ItemRef:
+    """Return where the tensors of a packed item are.
+
+    Raises:
+        BadMessage: the item has no reference, or one that does not decode.
+    """
+    elem = item.get(REFERENCE_KEY)
+    data = None if elem is None else elem.data
+    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1:
+        raise BadMessage("the item has no reference, or not one made of bytes")
+    try:
+        return _decoder.decode(data.contiguous().numpy().data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BadMessage(f"the reference does not decode: {error}") from error
+
+
+def resolve(
+    item: MultiModalKwargsItem, memory: memoryview, reference: ItemRef
+) -> MultiModalKwargsItem:
+    """Return the item as it was before packing, its tensors built over ``memory``.
+
+    ``memory`` is the payload of ``reference.entry``, and lives as long as the tensors.
+    An item that is not packed is returned as it is.
+
+    Raises:
+        BadMessage: the reference does not fit the item or the memory.
+    """
+    if not is_packed(item):
+        return item
+    if memory.nbytes != reference.entry.nbytes:
+        raise BadMessage(f"{memory.nbytes} bytes for an entry of {reference.entry.nbytes}")
+    if any(key not in item or item[key].data is not None for key in reference.fields):
+        raise BadMessage("the reference names fields that did not move")
+    tensors = [_tensor(spec, memory) for spec in reference.tensors]
+    resolved = {}
+    for key, elem in item.items():
+        if key in reference.fields:
+            data = _nest(reference.fields[key], tensors)
+            resolved[key] = MultiModalFieldElem(data=data, field=elem.field)
+        elif key != REFERENCE_KEY:
+            resolved[key] = elem
+    return MultiModalKwargsItem(resolved)
+
+
+def _is_worth_moving(elem: MultiModalFieldElem) -> bool:
+    if elem.field.keep_on_cpu:
+        return False
+    nbytes = _movable_bytes(elem.data)
+    return nbytes is not None and nbytes >= MIN_FIELD_BYTES
+
+
+def _movable_bytes(data: Any) -> int | None:
+    """Return the bytes of all tensors in ``data``; None if there is anything else."""
+    if isinstance(data, torch.Tensor):
+        movable = data.dtype in _DTYPE_NAMES and data.layout == torch.strided
+        return data.nbytes if movable else None
+    if not isinstance(data, list | tuple):
+        return None
+    total = 0
+    for part in data:
+        nbytes = _movable_bytes(part)
+        if nbytes is None:
+            return None
+        total += nbytes
+    return total
+
+
+def _without_data(elem: MultiModalFieldElem) -> MultiModalFieldElem:
+    # vLLM documents None here, and encodes it, but its annotation leaves it out.
+    return MultiModalFieldElem(data=None, field=elem.field)  # type: ignore[arg-type]
+
+
+def _write(plan: ItemPlan, indices: Indices, data: Any, memory: memoryview) -> None:
+    if isinstance(indices, list):
+        for part_indices, part in zip(indices, data, strict=True):
+            _write(plan, part_indices, part, memory)
+        return
+    spec = plan.tensors[indices]
+    if (_DTYPE_NAMES.get(data.dtype), tuple(data.shape)) != (spec.dtype, spec.shape):
+        raise ValueError("the item is not the one that the plan was made for")
+    if data.numel():
+        _copy(data, _over(memory, data.dtype, spec.shape, spec.offset))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_cpu and source.is_contiguous():
+        # One memcpy in this thread. torch would share it out among its own, and while
+        # the machine is busy waiting for the last of them takes several times longer.
+        np.copyto(_bytes_of(target), _bytes_of(source))
+    else:
+        target.copy_(source)
+
+
+def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def _tensor(spec: TensorSpec, memory: memoryview) -> torch.Tensor:
+    dtype = _DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise BadMessage(f"dtype {spec.dtype!r} is not allowed")
+    if any(length < 0 for length in spec.shape):
+        raise BadMessage(f"a negative length in shape {spec.shape}")
+    nbytes = prod(spec.shape) * dtype.itemsize
+    inside = 0 <= spec.offset <= memory.nbytes - nbytes
+    if not inside or spec.offset % TENSOR_ALIGNMENT:
+        raise BadMessage(f"no tensor of {nbytes} bytes can be at {spec.offset}")
+    return _over(memory, dtype, spec.shape, spec.offset)
+
+
+def _over(
+    memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """Return a tensor whose elements are the bytes at ``offset`` of ``memory``."""
+    count = prod(shape)
+    if not count:  # torch refuses to build these over memory
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    return flat.view(shape)
+
+
+def _nest(indices: Indices, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(indices, list):
+        return [_nest(part, tensors) for part in indices]
+    if type(indices) is not int or not 0 <= indices < len(tensors):
+        raise BadMessage(f"no tensor has index {indices!r}")
+    return tensors[indices]

@@ -1,0 +1,39 @@
+"""Which processes live, and which of them share this host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_DEAD_STATES = frozenset("ZXx")
+
+
+def process_start_time(pid: int) -> int | None:
+    """Return when ``pid`` started, in clock ticks since boot; None when it is not alive.
+
+    A process id is used again; together with its start time it names one process. A
+    zombie counts as dead: it has no memory left.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name, in parentheses, may itself hold spaces and parentheses.
+    fields = stat[stat.rindex(b")") + 1 :].split()
+    if fields[0].decode() in _DEAD_STATES:
+        return None
+    return int(fields[19])
+
+
+def is_alive(pid: int, start_time: int) -> bool:
+    """Tell whether the process that started then under this id still runs."""
+    return process_start_time(pid) == start_time
+
+
+def same_host_key() -> str:
+    """Return a text that two processes share if they see each other's process ids.
+
+    It names the running kernel and the process id namespace (one per container).
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}-{os.stat('/proc/self/ns/pid').st_ino}"

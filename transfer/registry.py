@@ -1,0 +1,162 @@
+"""Discovery through a directory: one file per worker, watched, not polled.
+
+``<registry>/<namespace>/`` is private to one user (mode 0700) and holds
+
+- ``<worker>.json``: who a worker is and where it listens, written once it is ready and
+  removed when it leaves;
+- ``<worker>.d/``: that worker's sockets;
+- ``identity-seed``: the secret seed of image identities.
+
+A record whose process is gone (same host, other start time or none) counts for nothing,
+and whoever comes along sweeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import watchfiles
+
+from transfer.errors import TransferError
+from transfer.messages import WorkerFacts
+from transfer.process import is_alive, process_start_time, same_host_key
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SOCKET_PATH = 107
+"""sun_path of sockaddr_un(7) less its final NUL, in bytes."""
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as it announces itself."""
+
+    worker: str
+    address: str
+    pid: int
+    start_time: int
+    """Clock ticks after boot, from /proc/<pid>/stat: tells a reused pid apart."""
+    host: str
+    facts: WorkerFacts
+
+    def is_local(self) -> bool:
+        """Whether its process can be looked at from here."""
+        return self.host == same_host_key()
+
+    def is_dead(self) -> bool:
+        """Whether the process is known to be gone; False where that cannot be told."""
+        return self.is_local() and not is_alive(self.pid, self.start_time)
+
+
+class Registry:
+    """The registry directory of one namespace."""
+
+    def __init__(self, root: Path | None, namespace: str) -> None:
+        if root is None:
+            root = default_root()
+            _make_private(root)
+        self.path = root / namespace
+        _make_private(self.path)
+
+    @property
+    def seed_path(self) -> Path:
+        return self.path / "identity-seed"
+
+    def socket_directory(self, worker: str) -> Path:
+        """Make and return the directory for a worker's sockets.
+
+        Raises:
+            TransferError: its path is too long for Unix sockets.
+        """
+        path = self.path / f"{worker}.d"
+        # The longest name put there is vLLM's: a UUID of 36 characters.
+        if len(os.fsencode(path)) + 37 > LONGEST_SOCKET_PATH:
+            raise TransferError(
+                f"the path {path} is too long for Unix sockets: choose a shorter --registry"
+            )
+        path.mkdir(mode=0o700, exist_ok=True)
+        return path
+
+    def announce(self, record: WorkerRecord) -> None:
+        """Publish ``record``, at once and whole."""
+        target = self.path / f"{record.worker}.json"
+        temporary = target.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+        temporary.rename(target)
+
+    def withdraw_record(self, worker: str) -> None:
+        """Take ``worker`` off the list; its sockets stay. Doing so twice is no error."""
+        for suffix in (".json", ".tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / f"{worker}{suffix}").unlink()
+
+    def withdraw(self, worker: str) -> None:
+        """Remove all that belongs to ``worker``. Doing so twice is no error."""
+        self.withdraw_record(worker)
+        shutil.rmtree(self.path / f"{worker}.d", ignore_errors=True)
+
+    def records(self) -> dict[str, WorkerRecord]:
+        """The workers that are there now; what dead ones left is swept."""
+        found: dict[str, WorkerRecord] = {}
+        for path in sorted(self.path.glob("*.json")):
+            try:
+                record = msgspec.json.decode(path.read_bytes(), type=WorkerRecord)
+            except FileNotFoundError:
+                continue
+            except msgspec.DecodeError as error:
+                logger.warning("ignored %s: %s", path, error)
+                continue
+            if record.is_dead():
+                logger.info("swept worker %s: its process is gone", record.worker)
+                self.withdraw(record.worker)
+            else:
+                found[record.worker] = record
+        return found
+
+    async def watch(self) -> AsyncIterator[dict[str, WorkerRecord]]:
+        """Yield ``records()`` now and after every change."""
+        yield self.records()
+        changes = watchfiles.awatch(
+            self.path,
+            watch_filter=lambda _, path: path.endswith(".json"),
+            step=20,
+            recursive=False,
+            yield_on_timeout=True,  # a file system without events is read anyway
+            rust_timeout=5000,
+        )
+        async for _ in changes:
+            yield self.records()
+
+
+def default_root() -> Path:
+    """One directory per user, on a file system that does not outlive the boot if any."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if runtime and len(runtime) < 40:
+        return Path(runtime) / "foveal"
+    return Path(tempfile.gettempdir()) / f"foveal-{os.getuid()}"
+
+
+def this_process() -> tuple[int, int, str]:
+    """Pid, start time and host of this process, as a record states them."""
+    pid = os.getpid()
+    return pid, process_start_time(pid) or 0, same_host_key()
+
+
+def _make_private(path: Path) -> None:
+    """Make ``path`` with mode 0700 and refuse one that others can enter.
+
+    Raises:
+        TransferError: the directory is another user's or open to others.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise TransferError(
+            f"the registry directory {path} must belong to this user with mode 0700"
+        )

@@ -1,0 +1,91 @@
+"""Which frontends talk to this worker, and which requests are whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transfer.arena_view import ArenaView
+from transfer.errors import ArenaGone, BadMessage
+from transfer.pack import is_packed, read_reference
+from transfer.tensor_ref import ArenaId
+from vllm.v1.engine import EngineCoreRequest
+
+SILENT_SECONDS = 10.0
+"""A frontend that has said nothing for this long is gone; it pings every second."""
+
+
+@dataclass
+class Frontend:
+    """One connected frontend."""
+
+    name: str
+    last_seen: float
+    arena: ArenaId | None = None
+    view: ArenaView | None = None
+    """Set when this process and the engine's both have the arena mapped."""
+    requests: set[str] = field(default_factory=set)
+    """Requests that the engine may still be working on, not aborted."""
+
+    def check_references(self, request: EngineCoreRequest) -> None:
+        """Make sure that the engine will be able to read what ``request`` refers to.
+
+        Raises:
+            BadMessage: a reference into an arena that is not this frontend's.
+            ArenaGone: the arena cannot be seen from here.
+            StaleRef: the bytes have been replaced.
+        """
+        for feature in request.mm_features or ():
+            if feature.data is None or not is_packed(feature.data):
+                continue
+            entry = read_reference(feature.data).entry
+            if self.arena is None or entry.arena != self.arena.name:
+                raise BadMessage(f"a reference into {entry.arena}, which is not the sender's")
+            if self.view is None:
+                raise ArenaGone(f"{entry.arena} is not mapped here")
+            self.view.check(entry)
+
+
+class Frontends:
+    """All connected frontends and the owner of each request."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Frontend] = {}
+        self._owners: dict[str, Frontend] = {}
+
+    def get(self, name: str) -> Frontend | None:
+        return self._by_name.get(name)
+
+    def names(self) -> list[str]:
+        return list(self._by_name)
+
+    def connect(self, name: str, now: float) -> Frontend:
+        return self._by_name.setdefault(name, Frontend(name, now))
+
+    def disconnect(self, name: str) -> list[str]:
+        """Forget a frontend; returns the requests it leaves behind."""
+        frontend = self._by_name.pop(name)
+        left = list(frontend.requests)
+        for request_id in left:
+            self.end(request_id)
+        return left
+
+    def silent_since(self, deadline: float) -> list[str]:
+        return [f.name for f in self._by_name.values() if f.last_seen < deadline]
+
+    def begin(self, frontend: Frontend, request_id: str) -> bool:
+        """Note the owner of a request. False when a request of that id is running."""
+        if request_id in self._owners:
+            return False
+        self._owners[request_id] = frontend
+        frontend.requests.add(request_id)
+        return True
+
+    def end(self, request_id: str) -> Frontend | None:
+        """Forget a request; returns its owner if it was running."""
+        frontend = self._owners.pop(request_id, None)
+        if frontend is not None:
+            frontend.requests.discard(request_id)
+        return frontend
+
+    def owner(self, request_id: str) -> Frontend | None:
+        return self._owners.get(request_id)

@@ -1,0 +1,286 @@
+"""What frontends say, applied to the engine.
+
+vLLM names relied on: AsyncMPClient.add_request_async, call_utility_async,
+collective_rpc_async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from transfer.arena_view import ArenaView
+from transfer.errors import BadMessage, TransferError
+from transfer.link import KvPublisher, WorkerLink
+from transfer.messages import (
+    PROTOCOL_VERSION,
+    AbortRequests,
+    AddRequest,
+    AskSnapshot,
+    Bye,
+    Call,
+    CallResult,
+    Frame,
+    Hello,
+    KvDelta,
+    KvSnapshot,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    TensorsMissing,
+    decode_payload_as,
+    decode_request,
+    encode_payload,
+)
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from workers.frontends import SILENT_SECONDS, Frontend, Frontends
+from workers.kv_state import KvState
+from workers.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+ATTACH_SECONDS = 30.0
+
+ENGINE_CALLS = frozenset({
+    "add_lora", "remove_lora", "list_loras", "pin_lora",
+    "reset_mm_cache", "reset_prefix_cache", "reset_encoder_cache",
+    "sleep", "wake_up", "is_sleeping", "release_kv_cache_memory",
+    "pause_scheduler", "resume_scheduler", "is_scheduler_paused",
+    "profile", "get_weight_version", "set_weight_version", "collective_rpc",
+})
+"""Methods of the engine that a frontend may call."""
+
+_EMPTIES_KV_CACHE = frozenset({"reset_prefix_cache", "sleep", "release_kv_cache_memory"})
+
+
+class Inbox:
+    """Applies each message of each frontend."""
+
+    def __init__(
+        self,
+        ready: Ready,
+        engine: AsyncMPClient,
+        link: WorkerLink,
+        kv_publisher: KvPublisher,
+        kv_state: KvState,
+        frontends: Frontends,
+        outbox: Outbox,
+    ) -> None:
+        self._ready = ready
+        self._engine = engine
+        self._link = link
+        self._kv_publisher = kv_publisher
+        self._kv_state = kv_state
+        self._frontends = frontends
+        self._outbox = outbox
+        self._seed_fingerprint = ready.facts.identity_seed_fingerprint
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._greeting: set[str] = set()
+
+    async def run(self) -> None:
+        """Apply messages until cancelled or until the engine dies.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        while True:
+            name, message, payload = await self._link.receive()
+            if isinstance(message, Hello):
+                self._greet(name, message)
+                continue
+            frontend = self._frontends.get(name)
+            if frontend is None:
+                # It knows us from before we were restarted, or we gave it up.
+                if name not in self._greeting and not isinstance(message, Bye):
+                    self._link.send(name, Bye())
+                continue
+            frontend.last_seen = time.monotonic()
+            await self._apply(frontend, message, payload)
+
+    async def drop_silent_frontends(self) -> None:
+        """Drop frontends that have stopped pinging, until cancelled."""
+        while True:
+            await asyncio.sleep(SILENT_SECONDS / 5)
+            for name in self._frontends.silent_since(time.monotonic() - SILENT_SECONDS):
+                logger.warning("frontend %s is silent: dropping it", name)
+                self._drop(name)
+
+    def say_goodbye(self) -> None:
+        """Tell every frontend that this worker is leaving."""
+        for name in self._frontends.names():
+            self._link.send(name, Bye())
+
+    async def _apply(
+        self, frontend: Frontend, message: Message, payload: Sequence[Frame]
+    ) -> None:
+        match message:
+            case AddRequest():
+                await self._add(frontend, message.request_id, payload)
+            case AbortRequests():
+                await self._outbox.abort(frontend.name, message.request_ids)
+            case Ping():
+                self._link.send(frontend.name, Pong())
+            case AskSnapshot():
+                self._link.send(frontend.name, self._snapshot())
+            case Call():
+                self._start(self._call(frontend.name, message, payload))
+            case Bye():
+                self._drop(frontend.name)
+            case _:
+                logger.warning("%s sent %s", frontend.name, type(message).__name__)
+
+    async def _add(
+        self, frontend: Frontend, request_id: str, payload: Sequence[Frame]
+    ) -> None:
+        try:
+            request = decode_request(payload)
+            if request.request_id != request_id:
+                raise BadMessage(f"holds request {request.request_id}")
+            frontend.check_references(request)
+        except BadMessage as error:
+            self._outbox.fail(frontend.name, request_id, str(error))
+            return
+        except TransferError as error:
+            self._link.send(frontend.name, TensorsMissing(request_id, str(error)))
+            return
+        if not self._frontends.begin(frontend, request_id):
+            self._outbox.fail(frontend.name, request_id, "a request of this id is running")
+            return
+        await self._engine.add_request_async(request)
+
+    def _greet(self, name: str, hello: Hello) -> None:
+        if name in self._greeting:
+            return  # it repeats itself while we are still mapping its arena
+        problem = self._objection(name, hello)
+        if problem:
+            logger.error("refused frontend %s: %s", name, problem)
+            self._link.send(name, Refused(worker=self._ready.worker, reason=problem))
+            return
+        self._seed_fingerprint = self._seed_fingerprint or hello.identity_seed_fingerprint
+        self._greeting.add(name)
+        self._start(self._connect(name, hello))
+
+    def _objection(self, name: str, hello: Hello) -> str:
+        if name != hello.frontend:
+            return f"calls itself {hello.frontend} but is {name}"
+        if hello.protocol != PROTOCOL_VERSION:
+            return f"speaks protocol {hello.protocol}, this worker {PROTOCOL_VERSION}"
+        if self._seed_fingerprint not in ("", hello.identity_seed_fingerprint):
+            return (
+                "has another image identity seed than this worker: give both the same "
+                "--mm-identity-seed-file or the same --registry"
+            )
+        return ""
+
+    async def _connect(self, name: str, hello: Hello) -> None:
+        try:
+            if (known := self._frontends.get(name)) is not None and known.arena != hello.arena:
+                self._drop(name)
+            frontend = self._frontends.connect(name, time.monotonic())
+            reason = await self._attach(frontend, hello)
+            mode = "inline" if frontend.view is None else "shm"
+            logger.info("frontend %s connected: %s (%s)", name, mode, reason)
+            frontend.last_seen = time.monotonic()
+            self._link.send(name, _with_transfer(self._ready, mode, reason))
+        finally:
+            self._greeting.discard(name)
+
+    async def _attach(self, frontend: Frontend, hello: Hello) -> str:
+        """Map the frontend's arena here and in the engine; returns the reason."""
+        if frontend.view is not None:
+            return "the worker sees the segment"
+        frontend.arena = hello.arena
+        if hello.transfer == "inline":
+            return "asked for"
+        if hello.arena is None:
+            return "the frontend has no arena"
+        try:
+            view = ArenaView(hello.arena)
+        except (TransferError, OSError) as error:
+            return f"the worker does not see the segment: {error}"
+        try:
+            async with asyncio.timeout(ATTACH_SECONDS):
+                refusals = await self._engine.collective_rpc_async(
+                    "attach_arena", args=(hello.arena.name, hello.arena.nonce)
+                )
+        except TimeoutError:
+            refusals = [f"no answer in {ATTACH_SECONDS:.0f} s"]
+        if any(refusals):
+            view.close()
+            return f"the engine cannot map the segment: {next(filter(None, refusals))}"
+        frontend.view = view
+        return "the worker sees the segment"
+
+    def _drop(self, name: str) -> None:
+        frontend = self._frontends.get(name)
+        if frontend is not None:
+            left = self._frontends.disconnect(name)
+            self._start(self._clean_up(frontend, left))
+
+    async def _clean_up(self, frontend: Frontend, left: list[str]) -> None:
+        """Free what is held for a frontend that has gone."""
+        await self._engine.abort_requests_async(left)
+        if frontend.view is not None and frontend.arena is not None:
+            await self._outbox.engine_is_past()
+            frontend.view.close()
+            await self._engine.collective_rpc_async(
+                "detach_arena", args=(frontend.arena.name,)
+            )
+        logger.info("frontend %s left, %d requests aborted", frontend.name, len(left))
+
+    async def _call(self, name: str, call: Call, payload: Sequence[Frame]) -> None:
+        try:
+            arguments = decode_payload_as(object, payload)
+            if call.method not in ENGINE_CALLS or not isinstance(arguments, list):
+                raise BadMessage(f"{call.method} is not for frontends to call")
+            if call.method == "collective_rpc" and not isinstance(arguments[0], str):
+                raise BadMessage("collective_rpc takes the name of a method")
+            result = await self._engine.call_utility_async(call.method, *arguments)
+            frames = encode_payload(result)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # whatever the engine's method raised is the answer
+            self._link.send(name, CallResult(call.call_id, f"{call.method}: {error}"))
+            return
+        if call.method in _EMPTIES_KV_CACHE and result is not False:
+            # An idle engine announces this only with its next step.
+            self._publish(self._kv_state.clear())
+        self._link.send(name, CallResult(call.call_id), frames)
+
+    def _snapshot(self) -> KvSnapshot:
+        return self._kv_state.snapshot()
+
+    def _publish(self, delta: KvDelta | None) -> None:
+        if delta is not None:
+            self._kv_publisher.publish(delta)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_failure)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("failed: %r", error)
+
+
+def _with_transfer(ready: Ready, transfer: str, reason: str) -> Ready:
+    return Ready(
+        worker=ready.worker,
+        facts=ready.facts,
+        epoch=ready.epoch,
+        kv_address=ready.kv_address,
+        transfer=transfer,
+        transfer_reason=reason,
+    )
+
+

@@ -1,0 +1,114 @@
+"""What the engine says, sent to whom it concerns.
+
+vLLM names relied on: AsyncMPClient.get_output_async, collective_rpc_async,
+abort_requests_async; EngineCoreOutputs, EngineCoreOutput, FinishReason;
+WorkerBase.synchronize_device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from transfer.link import WorkerLink
+from transfer.messages import Outputs, Released, encode_payload
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from workers.frontends import Frontends
+
+logger = logging.getLogger(__name__)
+
+RELEASE_SECONDS = 60.0
+"""An engine that has not answered for this long is taken for dead."""
+
+
+class Outbox:
+    """Splits the engine's outputs by owner, and confirms aborts."""
+
+    def __init__(self, engine: AsyncMPClient, link: WorkerLink, frontends: Frontends) -> None:
+        self._engine = engine
+        self._link = link
+        self._frontends = frontends
+        self._aborted: list[tuple[str, str]] = []
+        self._something_aborted = asyncio.Event()
+
+    async def send_outputs(self) -> None:
+        """Run until the engine dies.
+
+        Raises:
+            EngineDeadError: the engine has died.
+        """
+        while True:
+            outputs = await self._engine.get_output_async()
+            for name, theirs in self._split(outputs).items():
+                self._link.send(name, Outputs(), encode_payload(theirs))
+
+    def _split(self, outputs: EngineCoreOutputs) -> dict[str, EngineCoreOutputs]:
+        by_frontend: dict[str, EngineCoreOutputs] = {}
+        for output in outputs.outputs:
+            owner = self._frontends.owner(output.request_id)
+            if owner is None:
+                continue  # aborted, or its frontend is gone
+            if output.finished:
+                self._frontends.end(output.request_id)
+            theirs = by_frontend.get(owner.name)
+            if theirs is None:
+                theirs = by_frontend[owner.name] = EngineCoreOutputs(
+                    outputs=[],
+                    scheduler_stats=outputs.scheduler_stats,
+                    timestamp=outputs.timestamp,
+                    weight_version=outputs.weight_version,
+                )
+            theirs.outputs.append(output)
+        return by_frontend
+
+    def fail(self, frontend: str, request_id: str, reason: str) -> None:
+        """End a request that never reached the engine."""
+        logger.error("request %s of %s failed: %s", request_id, frontend, reason)
+        output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+        self._link.send(
+            frontend, Outputs(), encode_payload(EngineCoreOutputs(outputs=[output]))
+        )
+
+    async def abort(self, frontend: str, request_ids: list[str]) -> None:
+        """Have the engine drop requests; ``Released`` follows when it has let go."""
+        running = [r for r in request_ids if self._frontends.end(r) is not None]
+        await self._engine.abort_requests_async(running)
+        # Requests that have ended by themselves are confirmed too: whoever aborts waits.
+        self._aborted += [(frontend, request_id) for request_id in request_ids]
+        self._something_aborted.set()
+
+    async def confirm_aborts(self) -> None:
+        """Run until the engine dies or hangs.
+
+        vLLM says nothing after an abort, and a step may still be reading the request's
+        tensors. What is asked of the model runner is answered in order, so an answer to
+        anything means that earlier steps are over. One question serves all aborts so far.
+
+        Raises:
+            EngineDeadError: the engine has died, or does not answer.
+        """
+        while True:
+            await self._something_aborted.wait()
+            self._something_aborted.clear()
+            aborted, self._aborted = self._aborted, []
+            await self.engine_is_past()
+            by_frontend: dict[str, list[str]] = {}
+            for frontend, request_id in aborted:
+                by_frontend.setdefault(frontend, []).append(request_id)
+            for frontend, request_ids in by_frontend.items():
+                self._link.send(frontend, Released(request_ids))
+
+    async def engine_is_past(self) -> None:
+        """Return when the steps under way have ended.
+
+        Raises:
+            EngineDeadError: it does not answer in time.
+        """
+        try:
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await self._engine.collective_rpc_async("synchronize_device")
+        except TimeoutError:
+            raise EngineDeadError() from None

@@ -1,0 +1,184 @@
+"""The process around one vLLM engine.
+
+Starts the engine, announces the worker, moves messages in and out, and on SIGTERM or
+Ctrl-C takes everything down in the opposite order.
+
+vLLM names relied on: EngineCoreClient.make_async_mp_client, Executor.get_class,
+AsyncMPClient.shutdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import secrets
+import signal
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+from configs.flags import BadSetting
+from configs.schema import WorkerConfig
+from transfer.identity import IdentityHasher, load_or_create_seed
+from transfer.link import KvPublisher, WorkerLink
+from transfer.messages import Ready, WorkerFacts
+from transfer.registry import Registry, WorkerRecord, this_process
+from vllm.config import VllmConfig
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
+from workers.engine_args import engine_config, facts_of
+from workers.frontends import Frontends
+from workers.inbox import Inbox
+from workers.kv_state import KvState
+from workers.outbox import Outbox
+from workers.process_death import engines_die_with_us
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
+    """Run a worker until it is told to stop; returns the exit status.
+
+    Call from the main thread: the engine's processes are tied to it.
+
+    Raises:
+        BadSetting, TransferError: the settings cannot work; the text says why.
+    """
+    registry = Registry(settings.registry, settings.namespace)
+    worker = f"worker-{os.getpid()}-{secrets.token_hex(3)}"
+    sockets = registry.socket_directory(worker)
+    try:
+        config = engine_config(args, sockets)
+        fingerprint = IdentityHasher(
+            load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path),
+            "xxh3_128",
+        ).fingerprint
+        engine = _start_engine(config, sockets)
+        try:
+            facts = facts_of(config, fingerprint)
+            return asyncio.run(
+                _serve(settings, registry, worker, sockets, config, engine, facts)
+            )
+        finally:
+            engine.shutdown(timeout=config.shutdown_timeout)
+    finally:
+        registry.withdraw(worker)
+
+
+def _start_engine(config: VllmConfig, sockets: Path) -> AsyncMPClient:
+    # vLLM's own sockets go where ours are, so that one removal takes them all.
+    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)
+    # Digests whole: shortened to 64 bits they would not be the engine's own.
+    os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
+    signal.signal(signal.SIGTERM, _interrupt)
+    logger.info("starting the engine for %s", config.model_config.model)
+    with engines_die_with_us():
+        return EngineCoreClient.make_async_mp_client(
+            config, Executor.get_class(config), log_stats=True
+        )
+
+
+def _interrupt(*_: object) -> None:
+    """Before the event loop runs: unwind, so that what was started is stopped."""
+    raise KeyboardInterrupt
+
+
+async def _serve(
+    settings: WorkerConfig,
+    registry: Registry,
+    worker: str,
+    sockets: Path,
+    config: VllmConfig,
+    engine: AsyncMPClient,
+    facts: WorkerFacts,
+) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+
+    context = zmq.asyncio.Context()
+    if settings.port is None:
+        addresses = (f"ipc://{sockets}/requests", f"ipc://{sockets}/kv")
+    else:
+        addresses = (f"tcp://{settings.host}:{settings.port}", f"tcp://{settings.host}:*")
+    try:
+        link = WorkerLink(context, addresses[0])
+        kv_publisher = KvPublisher(context, addresses[1])
+    except zmq.ZMQError as error:
+        raise BadSetting(f"cannot listen on {addresses[0]}: {error}") from error
+
+    epoch = secrets.token_hex(8)
+    ready = Ready(
+        worker=worker,
+        facts=facts,
+        epoch=epoch,
+        kv_address=kv_publisher.address,
+        transfer="inline",
+        transfer_reason="",
+    )
+    kv_state = KvState(facts.block_size, epoch)
+    frontends = Frontends()
+    outbox = Outbox(engine, link, frontends)
+    inbox = Inbox(ready, engine, link, kv_publisher, kv_state, frontends, outbox)
+
+    work = [
+        loop.create_task(outbox.send_outputs(), name="outputs"),
+        loop.create_task(outbox.confirm_aborts(), name="aborts"),
+        loop.create_task(inbox.run(), name="inbox"),
+        loop.create_task(inbox.drop_silent_frontends(), name="silent frontends"),
+        loop.create_task(
+            _follow_kv_events(context, f"ipc://{sockets}/kv-events", kv_state, kv_publisher),
+            name="KV events",
+        ),
+    ]
+    pid, start_time, host = this_process()
+    registry.announce(
+        WorkerRecord(
+            worker=worker, address=link.address, pid=pid, start_time=start_time,
+            host=host, facts=facts,
+        )
+    )
+    logger.info("worker %s is ready on %s", worker, link.address)
+    stop = loop.create_task(stopping.wait(), name="stop")
+    done, _ = await asyncio.wait([stop, *work], return_when=asyncio.FIRST_COMPLETED)
+    registry.withdraw_record(worker)
+    inbox.say_goodbye()
+    status = 0
+    for task in done - {stop}:
+        status = 1
+        error = task.exception()
+        if isinstance(error, EngineDeadError):
+            logger.error("the engine has died")
+        else:
+            logger.error("%s ended", task.get_name(), exc_info=error)
+    for task in [stop, *work]:
+        task.cancel()
+    await asyncio.gather(stop, *work, return_exceptions=True)
+    link.close()
+    kv_publisher.close()
+    context.term()
+    return status
+
+
+async def _follow_kv_events(
+    context: zmq.asyncio.Context, endpoint: str, state: KvState, publisher: KvPublisher
+) -> None:
+    """Keep ``state`` equal to the engine's cache and tell the frontends."""
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    socket.connect(endpoint)
+    try:
+        while True:
+            *_, batch = await socket.recv_multipart()
+            if (delta := state.apply(batch)) is not None:
+                publisher.publish(delta)
+    finally:
+        socket.close(linger=0)
+
+
