@@ -10,13 +10,13 @@ def main() -> int:
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
     import uvloop
-    from configs.flags import BadSetting
-    from configs.logs import show_logs
-    from transfer.errors import TransferError
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
+    from configs.flags import BadSetting
+    from configs.logs import show_logs
     from frontend.command_line import parse
     from frontend.server import serve
+    from transfer.errors import TransferError
 
     cli_env_setup()
     show_logs("frontend")

@@ -24,15 +24,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.cache import BaseMultiModalProcessorCache
+from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
+from vllm.utils.cache import CacheInfo
+
 from transfer.arena import Arena
 from transfer.errors import ArenaFull
 from transfer.identity import IdentityHasher
 from transfer.leases import Lease
 from transfer.pack import is_packed, plan, refer, write
-from vllm.exceptions import VLLMValidationError
-from vllm.multimodal.cache import BaseMultiModalProcessorCache
-from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
-from vllm.utils.cache import CacheInfo
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing.processor import ResolvedPromptUpdate
@@ -131,7 +132,9 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
         item, prompt_updates = mm_item
         stored = self.store(item)
         with self._lock:
-            if stored.lease is not None or not is_large(item):
+            # Items that arrive processed (token-in endpoints) come without prompt updates,
+            # under a hash that the client chose: they are not for others to find.
+            if prompt_updates and (stored.lease is not None or not is_large(item)):
                 self._processed[mm_hash] = _Processed(
                     identity=bytes.fromhex(stored.identity),
                     item=MultiModalKwargsItem(dict(stored)),

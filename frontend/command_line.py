@@ -10,10 +10,11 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from configs.flags import BadSetting, add_flags, read_settings
-from configs.schema import FrontendConfig
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from configs.flags import BadSetting, add_flags, read_settings
+from configs.schema import FrontendConfig
 
 _MEANT_FOR_WORKERS = {
     "data_parallel_size": (1, None),

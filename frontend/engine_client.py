@@ -11,21 +11,32 @@ EngineCoreReadyResponse updates in MPClient._apply_ready_response.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.exceptions import GracefulHTTPError
+from vllm.tasks import SupportedTask
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from frontend.admin_calls import AdminCalls
+from frontend.arena_cache import ArenaProcessorCache
+from frontend.outputs import ENGINE_INDEX, OutputStream
+from frontend.receipt import Routed, current_receipt
+from frontend.request_items import identify, with_tensors
+from frontend.router.block_hashes import RequestHasher
+from frontend.router.router import Route, Router
+from frontend.worker_pool import Worker, WorkerPool
 from transfer.arena import Arena
 from transfer.messages import (
     AbortRequests,
     AddRequest,
     AskSnapshot,
-    Call,
     CallResult,
     Frame,
     KvDelta,
@@ -36,29 +47,10 @@ from transfer.messages import (
     TensorsMissing,
     WorkerFacts,
     decode_outputs,
-    decode_payload_as,
     encode_payload,
 )
-from transfer.errors import BadMessage
-from transfer.pack import is_packed, read_reference, resolve
-from vllm.exceptions import GracefulHTTPError
-from vllm.lora.request import LoRARequest
-from vllm.tasks import SupportedTask
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.exceptions import EngineDeadError
-
-from frontend.arena_cache import ArenaProcessorCache, IdentifiedItem
-from frontend.outputs import ENGINE_INDEX, OutputStream
-from frontend.receipt import Routed, current_receipt
-from frontend.router.block_hashes import RequestHasher
-from frontend.router.router import Route, Router
-from frontend.worker_pool import Worker, WorkerPool
 
 logger = logging.getLogger(__name__)
-
-CALL_SECONDS = 300.0
-"""How long an administrative call (LoRA loading, sleep, ...) may take on a worker."""
 
 _CHILD = re.compile(r"\d+_(.+)")
 """Ids that vLLM's ParentRequest gives to the children of a request with n > 1."""
@@ -86,7 +78,7 @@ class _Sent:
     tries: set[str] = field(default_factory=set)
 
 
-class RoutedEngineClient(EngineCoreClient):
+class RoutedEngineClient(AdminCalls):
     """Sends every request to one of many workers."""
 
     def __init__(
@@ -98,6 +90,7 @@ class RoutedEngineClient(EngineCoreClient):
         router: Router,
         worker_wait_timeout: float,
     ) -> None:
+        super().__init__()
         self._supported_tasks = supported_tasks
         self._cache = cache
         self._arena = arena
@@ -108,10 +101,6 @@ class RoutedEngineClient(EngineCoreClient):
         self._families: dict[str, str] = {}
         """Parent of an n > 1 request -> the worker that its first child went to."""
         self._hasher: RequestHasher | None = None
-        self._loras: dict[int, LoRARequest] = {}
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._call_workers: dict[int, str] = {}
-        self._call_ids = itertools.count(1)
         self._pool: WorkerPool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._learn: Callable[[WorkerFacts], None] = lambda _: None
@@ -146,6 +135,9 @@ class RoutedEngineClient(EngineCoreClient):
             ],
         }
 
+    def callable_workers(self) -> list[Worker]:
+        return list(self.pool.ready_workers().values())
+
     @property
     def pool(self) -> WorkerPool:
         if self._pool is None:
@@ -162,7 +154,8 @@ class RoutedEngineClient(EngineCoreClient):
         """
         if not await self.pool.wait_until_ready(self._worker_wait_timeout):
             raise NoWorkers(self._worker_wait_timeout)
-        self._identify(request)
+        if request.mm_features and self._cache is not None:
+            identify(request, self._cache)
         route, worker = self._route(request)
         transfer = self._send(request, worker)
         if (receipt := current_receipt.get()) is not None:
@@ -217,34 +210,6 @@ class RoutedEngineClient(EngineCoreClient):
 
     # Sending.
 
-    def _identify(self, request: EngineCoreRequest) -> None:
-        """Give every image of the request its canonical identity.
-
-        What has not come through the processor cache (embeddings that clients send, for
-        example) goes into the arena here.
-        """
-        if not request.mm_features or self._cache is None:
-            return
-        identified = []
-        for feature in request.mm_features:
-            item = feature.data
-            if item is None:
-                raise BadMessage("a multimodal item without data")
-            if not isinstance(item, IdentifiedItem):
-                item = self._cache.store(item)
-            # Vision LoRA: vLLM puts the adapter before the hash, because the encoder's
-            # output differs. The processed pixels do not.
-            adapter = feature.identifier.removesuffix(feature.mm_hash or "")
-            if adapter == feature.identifier:
-                adapter = ""
-            identity = f"{feature.modality}-{item.identity}"
-            identified.append(
-                replace(
-                    feature, data=item, identifier=adapter + identity, mm_hash=identity
-                )
-            )
-        request.mm_features = identified
-
     def _route(self, request: EngineCoreRequest) -> tuple[Route, Worker]:
         """Choose the worker and charge it, without giving up the event loop."""
         workers = self.pool.ready_workers()
@@ -274,25 +239,12 @@ class RoutedEngineClient(EngineCoreClient):
         if request.mm_features:
             transfer = "inline" if inline else worker.transfer
             if transfer == "inline":
-                outgoing = self._with_tensors(request)
+                outgoing = with_tensors(request, self._arena)
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
         sent.tries.add(worker.name)
         worker.link.send(AddRequest(request.request_id), encode_payload(outgoing))
         return transfer
-
-    def _with_tensors(self, request: EngineCoreRequest) -> EngineCoreRequest:
-        """The request with tensors, over the arena's memory, in place of references."""
-        features = []
-        for feature in request.mm_features or ():
-            item = feature.data
-            if item is not None and is_packed(item) and self._arena is not None:
-                reference = read_reference(item)
-                item = resolve(item, self._arena.view(reference.entry), reference)
-            features.append(replace(feature, data=item))
-        copied = _copy_request(request)
-        copied.mm_features = features
-        return copied
 
     # What workers say.
 
@@ -304,8 +256,7 @@ class RoutedEngineClient(EngineCoreClient):
                 facts.block_size, facts.hash_algorithm, facts.root_hash
             )
             self._learn(facts)
-        for lora in self._loras.values():
-            await self._call_worker(worker, "add_lora", (lora,))
+        await self.bring_up_to_date(worker)
         if self.router.plane.on_ready(worker.name, worker.epoch):
             worker.link.send(AskSnapshot())
 
@@ -313,9 +264,7 @@ class RoutedEngineClient(EngineCoreClient):
         """Move or end the requests of a worker that is gone."""
         self.router.drop_worker(worker.name)
         self._outputs.drop_worker(worker.name)
-        for call_id, name in list(self._call_workers.items()):
-            if name == worker.name:
-                self._answer(call_id, ConnectionError(f"worker {name} was lost"))
+        self.fail_calls(worker.name)
         theirs = [s for s in self._sent.values() if s.worker == worker.name]
         failed = []
         for sent in theirs:
@@ -340,7 +289,7 @@ class RoutedEngineClient(EngineCoreClient):
                 if self.router.plane.on_snapshot(worker.name, message):
                     worker.link.send(AskSnapshot())
             case CallResult():
-                self._on_result(message, payload)
+                self.on_result(message, payload)
             case _:
                 logger.warning("%s sent %s", worker.name, type(message).__name__)
 
@@ -407,126 +356,6 @@ class RoutedEngineClient(EngineCoreClient):
         self._settle(request_id)
         self._sent.pop(request_id, None)
 
-    # Administrative calls, to every worker.
-
-    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        workers = self.pool.ready_workers().values()
-        return list(
-            await asyncio.gather(*(self._call_worker(w, method, arguments) for w in workers))
-        )
-
-    async def _call_worker(
-        self, worker: Worker, method: str, arguments: Sequence[Any]
-    ) -> Any:
-        call_id = next(self._call_ids)
-        future = asyncio.get_running_loop().create_future()
-        self._calls[call_id], self._call_workers[call_id] = future, worker.name
-        worker.link.send(Call(call_id, method), encode_payload(list(arguments)))
-        try:
-            async with asyncio.timeout(CALL_SECONDS):
-                return await future
-        finally:
-            self._calls.pop(call_id, None)
-            self._call_workers.pop(call_id, None)
-
-    def _on_result(self, message: CallResult, payload: Sequence[Frame]) -> None:
-        if message.error is not None:
-            self._answer(message.call_id, RuntimeError(message.error))
-        else:
-            self._answer(message.call_id, decode_payload_as(object, payload))
-
-    def _answer(self, call_id: int, result: Any) -> None:
-        future = self._calls.get(call_id)
-        if future is None or future.done():
-            return
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-    async def add_lora_async(self, lora_request: LoRARequest) -> bool:
-        added = await self._call_all("add_lora", lora_request)
-        self._loras[lora_request.lora_int_id] = lora_request  # workers to come get it too
-        return all(added)
-
-    async def remove_lora_async(self, lora_id: int) -> bool:
-        self._loras.pop(lora_id, None)
-        return all(await self._call_all("remove_lora", lora_id))
-
-    async def list_loras_async(self) -> set[int]:
-        return set(self._loras)
-
-    async def pin_lora_async(self, lora_id: int) -> bool:
-        return all(await self._call_all("pin_lora", lora_id))
-
-    async def reset_mm_cache_async(self) -> None:
-        await self._call_all("reset_mm_cache")
-
-    async def reset_prefix_cache_async(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        return all(
-            await self._call_all("reset_prefix_cache", reset_running_requests, reset_connector)
-        )
-
-    async def reset_encoder_cache_async(self) -> None:
-        await self._call_all("reset_encoder_cache")
-
-    async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
-        await self._call_all("sleep", level, mode)
-
-    async def wake_up_async(self, tags: list[str] | None = None) -> bool:
-        return all(await self._call_all("wake_up", tags))
-
-    async def is_sleeping_async(self) -> bool:
-        return any(await self._call_all("is_sleeping"))
-
-    async def release_kv_cache_memory_async(self) -> None:
-        await self._call_all("release_kv_cache_memory")
-
-    async def pause_scheduler_async(
-        self, mode: str = "abort", clear_cache: bool = True
-    ) -> None:
-        await self._call_all("pause_scheduler", mode, clear_cache)
-
-    async def resume_scheduler_async(self) -> None:
-        await self._call_all("resume_scheduler")
-
-    async def is_scheduler_paused_async(self) -> bool:
-        return any(await self._call_all("is_scheduler_paused"))
-
-    async def profile_async(
-        self,
-        is_start: bool = True,
-        profile_prefix: str | None = None,
-        delay_iterations: int | None = None,
-        max_iterations: int | None = None,
-    ) -> None:
-        await self._call_all(
-            "profile", is_start, profile_prefix, delay_iterations, max_iterations
-        )
-
-    async def set_weight_version_async(self, weight_version: str) -> None:
-        await self._call_all("set_weight_version", weight_version)
-
-    async def get_weight_version_async(self) -> str:
-        versions = await self._call_all("get_weight_version")
-        if len(set(versions)) != 1:
-            raise RuntimeError(f"workers have different weight versions: {versions}")
-        return str(versions[0])
-
-    async def collective_rpc_async(
-        self,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        if not isinstance(method, str):
-            raise TypeError("collective_rpc takes the name of a method when routed")
-        per_worker = await self._call_all("collective_rpc", method, timeout, args, kwargs)
-        return [result for results in per_worker for result in results]
-
 
 def _family(request_id: str) -> str | None:
     child = _CHILD.fullmatch(request_id)
@@ -537,9 +366,3 @@ def _num_tokens(request: EngineCoreRequest) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     return 0 if request.prompt_embeds is None else int(request.prompt_embeds.shape[0])
-
-
-def _copy_request(request: EngineCoreRequest) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        **{name: getattr(request, name) for name in request.__struct_fields__}
-    )

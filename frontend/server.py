@@ -15,17 +15,12 @@ import shutil
 import time
 from pathlib import Path
 
-from configs.flags import BadSetting
-from configs.schema import FrontendConfig
-from transfer.arena import Arena, sweep_dead_arenas
-from transfer.engine_facts import shared_facts
-from transfer.identity import IdentityHasher, load_or_create_seed
-from transfer.messages import PROTOCOL_VERSION, Hello
-from transfer.registry import Registry
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.launcher import setup_server
 
+from configs.flags import BadSetting
+from configs.schema import FrontendConfig
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
 from frontend.fleet_api import fleet_routes
@@ -33,6 +28,11 @@ from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
 from frontend.worker_pool import WorkerPool
+from transfer.arena import Arena, sweep_dead_arenas
+from transfer.engine_facts import shared_facts
+from transfer.identity import IdentityHasher, load_or_create_seed
+from transfer.messages import PROTOCOL_VERSION, Hello
+from transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,8 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
             transfer=settings.mm_transfer,
             identity_seed_fingerprint=hasher.fingerprint,
         )
-        client.start(
-            WorkerPool(hello, registry, settings.worker, shared_facts(config), client), llm.learn
-        )
+        pool = WorkerPool(hello, registry, settings.worker, shared_facts(config), client)
+        client.start(pool, llm.learn)
         try:
             with our_app(fleet_routes(client)):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)

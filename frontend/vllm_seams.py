@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from transfer.messages import WorkerFacts
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
@@ -30,9 +29,11 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
 
 from frontend.engine_client import RoutedEngineClient
 from frontend.receipt import ReceiptMiddleware
+from transfer.messages import WorkerFacts
 
 
 class RoutedLLM(AsyncLLM):
@@ -103,12 +104,13 @@ def make_llm(
         _replaced(renderers_base, "processor_cache_from_config", use_cache),
         _replaced(renderers_base, "processor_only_cache_from_config", use_cache),
     ):
-        llm = RoutedLLM.from_vllm_config(
-            config,
-            usage_context=UsageContext.OPENAI_API_SERVER,
-            enable_log_requests=args.enable_log_requests,
+        llm = RoutedLLM(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),  # asked for, and then not used
+            log_requests=args.enable_log_requests,
             aggregate_engine_logging=args.aggregate_engine_logging,
-            disable_log_stats=args.disable_log_stats,
+            log_stats=not args.disable_log_stats,
+            usage_context=UsageContext.OPENAI_API_SERVER,
         )
     _separate_uuids(llm.renderer)
     return llm
@@ -133,7 +135,7 @@ def _separate_uuids(renderer: Any) -> None:
 @contextmanager
 def our_app(routes: APIRouter) -> Iterator[None]:
     """Within, the app that vLLM builds has our routes and our response headers."""
-    build = entry.build_app
+    build = entry.__dict__["build_app"]
 
     def build_app(args: Any, *rest: Any, **kwargs: Any) -> FastAPI:
         # Named, because vLLM's app takes no middleware once it is built.

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 import zmq.asyncio
+
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
 from transfer.messages import (
     Bye,
@@ -30,6 +31,7 @@ from transfer.messages import (
     Refused,
     WorkerFacts,
 )
+from transfer.process_watch import ProcessWatch, watch_process
 from transfer.registry import Registry, WorkerRecord
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Worker:
         self.transfer_reason = ""
         self.last_heard = time.monotonic()
         self.kv: KvSubscriber | None = None
+        self.process: ProcessWatch | None = None
         self.tasks: list[asyncio.Task[None]] = []
 
     def is_silent(self, now: float) -> bool:
@@ -155,6 +158,8 @@ class WorkerPool:
             worker.link.close()
             if worker.kv is not None:
                 worker.kv.close()
+            if worker.process is not None:
+                worker.process.close()
         self._workers.clear()
         self._context.term()
 
@@ -235,6 +240,7 @@ class WorkerPool:
                 ready.worker, ready.transfer_reason,
             )
         worker.kv = KvSubscriber(self._context, ready.kv_address)
+        self._watch_process(worker)
         worker.tasks += [
             asyncio.create_task(self._hear_deltas(worker, worker.kv), name="KV deltas"),
             asyncio.create_task(self._prepare(worker), name="prepare worker"),
@@ -254,6 +260,18 @@ class WorkerPool:
             "worker %s is ready (%s: %s)", worker.name, worker.transfer, worker.transfer_reason
         )
 
+    def _watch_process(self, worker: Worker) -> None:
+        """Hear at once of the end of a process on this host."""
+        record = worker.record
+        if record is None or not record.is_local():
+            return
+
+        def ended() -> None:
+            self._lose(worker, "has died")
+            self._registry.withdraw(record.worker)
+
+        worker.process = watch_process(record.pid, record.start_time, ended)
+
     async def _hear_deltas(self, worker: Worker, kv: KvSubscriber) -> None:
         while True:
             self._events.on_delta(worker, await kv.receive())
@@ -267,6 +285,9 @@ class WorkerPool:
         if worker.kv is not None:
             worker.kv.close()
             worker.kv = None
+        if worker.process is not None:
+            worker.process.close()
+            worker.process = None
         for task in worker.tasks[1:]:
             task.cancel()
         del worker.tasks[1:]

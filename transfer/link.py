@@ -16,6 +16,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -50,8 +51,8 @@ class _Socket:
 
     def _put(self, frames: Sequence[Frame]) -> None:
         # pyzmq copies frames below 64 KiB and keeps larger ones alive until sent.
-        future = self._socket.send_multipart(frames, copy=False)
-        future.add_done_callback(_log_failed_send)
+        sent = self._socket.send_multipart(frames, copy=False)
+        asyncio.ensure_future(sent).add_done_callback(_log_failed_send)
 
     async def _frames(self) -> list[memoryview]:
         parts = await self._socket.recv_multipart(copy=False)
@@ -62,7 +63,7 @@ class _Socket:
         logger.warning("dropped a message from %s: %s", sender, error)
 
 
-def _log_failed_send(future: asyncio.Future[object]) -> None:
+def _log_failed_send(future: asyncio.Future[Any]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("could not send: %s", error)
 

@@ -15,7 +15,7 @@ v1.serial_utils.MsgpackEncoder, MsgpackDecoder, CUSTOM_TYPE_RAW_VIEW, UtilityRes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -244,7 +244,7 @@ def encode_payload(value: Any) -> Sequence[Frame]:
 
     Not safe to call from several threads at once.
     """
-    return _vllm_encoder.encode(value)
+    return cast("Sequence[Frame]", _vllm_encoder.encode(value))
 
 
 def decode_request(frames: Sequence[Frame]) -> EngineCoreRequest:

@@ -163,11 +163,14 @@ def resolve(
     if any(key not in item or item[key].data is not None for key in reference.fields):
         raise BadMessage("the reference names fields that did not move")
     tensors = [_tensor(spec, memory) for spec in reference.tensors]
+    try:
+        data = {key: _nest(indices, tensors) for key, indices in reference.fields.items()}
+    except RecursionError as error:
+        raise BadMessage("the reference is nested too deep") from error
     resolved = {}
     for key, elem in item.items():
-        if key in reference.fields:
-            data = _nest(reference.fields[key], tensors)
-            resolved[key] = MultiModalFieldElem(data=data, field=elem.field)
+        if key in data:
+            resolved[key] = MultiModalFieldElem(data=data[key], field=elem.field)
         elif key != REFERENCE_KEY:
             resolved[key] = elem
     return MultiModalKwargsItem(resolved)

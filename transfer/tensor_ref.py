@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -47,4 +49,4 @@ class ItemRef(msgspec.Struct, frozen=True, array_like=True):
 
     entry: EntryRef
     tensors: tuple[TensorSpec, ...]
-    fields: dict[str, int | list]
+    fields: dict[str, int | list[Any]]

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from configs.flags import BadSetting, add_flags, read_settings
-from configs.schema import WorkerConfig
 from vllm.config import VllmConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -23,6 +21,8 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from configs.flags import BadSetting, add_flags, read_settings
+from configs.schema import WorkerConfig
 from transfer.block_hash_root import root_hash_of
 from transfer.engine_facts import shared_facts
 from transfer.messages import WorkerFacts

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vllm.v1.engine import EngineCoreRequest
+
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaGone, BadMessage
 from transfer.pack import is_packed, read_reference
 from transfer.tensor_ref import ArenaId
-from vllm.v1.engine import EngineCoreRequest
 
 SILENT_SECONDS = 10.0
 """A frontend that has said nothing for this long is gone; it pings every second."""

@@ -12,6 +12,9 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
+
 from transfer.arena_view import ArenaView
 from transfer.errors import BadMessage, TransferError
 from transfer.link import KvPublisher, WorkerLink
@@ -37,9 +40,6 @@ from transfer.messages import (
     decode_request,
     encode_payload,
 )
-from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.engine.exceptions import EngineDeadError
-
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
 from workers.kv_state import KvState
 from workers.outbox import Outbox

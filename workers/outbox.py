@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from transfer.link import WorkerLink
-from transfer.messages import Outputs, Released, encode_payload
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from transfer.link import WorkerLink
+from transfer.messages import Outputs, Released, encode_payload
 from workers.frontends import Frontends
 
 logger = logging.getLogger(__name__)

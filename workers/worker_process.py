@@ -19,17 +19,17 @@ from pathlib import Path
 
 import zmq
 import zmq.asyncio
+from vllm.config import VllmConfig
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import Executor
+
 from configs.flags import BadSetting
 from configs.schema import WorkerConfig
 from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
 from transfer.registry import Registry, WorkerRecord, this_process
-from vllm.config import VllmConfig
-from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
-from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.executor import Executor
-
 from workers.engine_args import engine_config, facts_of
 from workers.frontends import Frontends
 from workers.inbox import Inbox
@@ -151,11 +151,11 @@ async def _serve(
     status = 0
     for task in done - {stop}:
         status = 1
-        error = task.exception()
-        if isinstance(error, EngineDeadError):
+        cause = task.exception()
+        if isinstance(cause, EngineDeadError):
             logger.error("the engine has died")
         else:
-            logger.error("%s ended", task.get_name(), exc_info=error)
+            logger.error("%s ended", task.get_name(), exc_info=cause)
     for task in [stop, *work]:
         task.cancel()
     await asyncio.gather(stop, *work, return_exceptions=True)

@@ -9,6 +9,8 @@ import argparse
 import hashlib
 import importlib.metadata
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -69,6 +71,7 @@ def main() -> None:
     if is_current(target):
         print(f"The demo checkpoint in {target} is up to date.")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no half-written files
     print(f"Generating a tiny random Qwen2.5-VL in {target} ...", flush=True)
     began = time.monotonic()
     write_checkpoint(target)

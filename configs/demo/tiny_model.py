@@ -81,8 +81,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
-    token_id = tokenizer.convert_tokens_to_ids
+def build_config(token_ids: dict[str, int]) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(
         architectures=["Qwen2_5_VLForConditionalGeneration"],
         dtype="float32",
@@ -99,9 +98,7 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
                 "rope_theta": 1000000.0,
                 "mrope_section": [4, 6, 6],
             },
-            "bos_token_id": token_id("<|endoftext|>"),
-            "eos_token_id": token_id("<|im_end|>"),
-            "pad_token_id": token_id("<|endoftext|>"),
+            **ending(token_ids),
         },
         vision_config={
             "depth": 2,
@@ -111,11 +108,19 @@ def build_config(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLConfig:
             "out_hidden_size": HIDDEN,
             "fullatt_block_indexes": [1],
         },
-        vision_start_token_id=token_id("<|vision_start|>"),
-        vision_end_token_id=token_id("<|vision_end|>"),
-        image_token_id=token_id("<|image_pad|>"),
-        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_ids["<|vision_start|>"],
+        vision_end_token_id=token_ids["<|vision_end|>"],
+        image_token_id=token_ids["<|image_pad|>"],
+        video_token_id=token_ids["<|video_pad|>"],
     )
+
+
+def ending(token_ids: dict[str, int]) -> dict[str, int]:
+    return {
+        "bos_token_id": token_ids["<|endoftext|>"],
+        "eos_token_id": token_ids["<|im_end|>"],
+        "pad_token_id": token_ids["<|endoftext|>"],
+    }
 
 
 def build_processor(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLProcessor:
@@ -129,8 +134,8 @@ def build_processor(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLProcessor:
 
 
 def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    config = build_config(tokenizer)
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    token_ids = tokenizer.get_vocab()
+    model = Qwen2_5_VLForConditionalGeneration(build_config(token_ids))
     rng = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -140,11 +145,7 @@ def build_model(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration
                 weight.normal_(0.0, spread(name, weight), generator=rng)
         hold_constant_channel(model)
         model.lm_head.weight[:, CONSTANT] = byte_preferences(tokenizer)
-    model.generation_config = GenerationConfig(
-        bos_token_id=config.text_config.bos_token_id,
-        eos_token_id=config.text_config.eos_token_id,
-        pad_token_id=config.text_config.pad_token_id,
-    )
+    model.generation_config = GenerationConfig(**ending(token_ids))
     return model
 
 
@@ -159,11 +160,13 @@ def spread(name: str, weight: torch.Tensor) -> float:
     if name.endswith(".bias"):
         return 0.5 if ".visual." in name else 0.1
     gain = 1.0
-    if name.endswith(("q_proj.weight", "k_proj.weight")):
+    if ".visual." in name:
+        gain = 2.0 if name.endswith("merger.mlp.2.weight") else 1.0
+    elif name.endswith(("q_proj.weight", "k_proj.weight")):
         gain = 3.0
-    elif name.endswith("o_proj.weight") or name.startswith("lm_head"):
+    elif name.endswith(("o_proj.weight", "lm_head.weight")):
         gain = 4.0
-    elif name.endswith("merger.mlp.2.weight") or "language_model" in name and "down_proj" in name:
+    elif name.endswith("down_proj.weight"):
         gain = 2.0
     return gain / math.sqrt(weight[0].numel())
 

@@ -43,14 +43,14 @@ def put(arena: Arena, number: int, nbytes: int = 100) -> Lease:
 def test_what_was_written_is_found_by_its_identity(arena: Arena) -> None:
     assert arena.lease(name_of(1)) is None
     assert name_of(1) not in arena
-    with put(arena, 1).entry and arena.view(put(arena, 1).entry) as view:
-        assert view == b"\1" * 100
+    put(arena, 1)
     lease = arena.lease(name_of(1))
     assert lease is not None
     assert lease.entry.identity == name_of(1)
     assert lease.entry.nbytes == 100
     assert lease.entry.arena == arena.id.name
     assert name_of(1) in arena
+    assert arena.view(lease.entry) == b"\1" * 100
 
 
 def test_a_reservation_is_not_found_before_it_is_sealed(arena: Arena) -> None:
@@ -293,8 +293,10 @@ def test_a_view_outlives_the_closing_of_its_arena(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_remove_the_file(arena: Arena, tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
-        arena.close()
-        os._exit(0)
+        try:
+            arena.close()
+        finally:
+            os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert (tmp_path / arena.id.name).exists()
 
@@ -342,6 +344,12 @@ def test_the_arena_of_an_owner_whose_id_was_used_again_is_swept(tmp_path: Path) 
     stale = tmp_path / f"foveal-{os.getpid()}-{start_time - 1}-ab"
     stale.touch()
     assert sweep_dead_arenas(tmp_path) == [stale.name]
+
+
+def test_the_arena_of_a_living_owner_is_left_alone(tmp_path: Path) -> None:
+    living = tmp_path / f"foveal-{os.getpid()}-{process_start_time(os.getpid())}-ab"
+    living.touch()
+    assert sweep_dead_arenas(tmp_path) == []
 
 
 def test_the_arena_of_an_owner_in_another_container_is_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,316 @@
+"""The processes between a picture's processor and the model runner, without a model.
+
+Plain vLLM: this process -> engine -> runner. Foveal: this process -> worker -> engine ->
+runner. Engine and runner are the same two processes for both, so what is compared is
+what goes through them:
+
+- this process sends as vLLM's engine client does, or as our frontend does;
+- the worker runs our inbox (decode, check of references, encode) before an engine client;
+- the engine decodes in its input thread and broadcasts what its scheduler would, through
+  vLLM's MessageQueue;
+- the runner dequeues and calls ``execute_model`` of our worker class, which stands before
+  a model that only looks at the pixels.
+
+Every process reports, after it has passed a request on, when it did what; the clock is
+one for all processes of a machine.
+
+vLLM names relied on: v1.engine.core_client.AsyncMPClient._send_input and
+v1.engine.core.EngineCoreProc.process_input_sockets, whose few lines are repeated here;
+MessageQueue, SchedulerOutput, NewRequestData, Request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+import zmq.asyncio
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.network_utils import make_zmq_socket
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from benchmarks.path.chain_processes import (
+    ENGINE,
+    ENGINE_READY,
+    STOP,
+    Addresses,
+    Report,
+    run_engine,
+    run_runner,
+    run_worker,
+)
+from benchmarks.path.facts import demo_facts
+from frontend.arena_cache import ArenaProcessorCache
+from transfer.arena import Arena
+from transfer.identity import SEED_BYTES, IdentityHasher
+from transfer.link import FrontendLink
+from transfer.messages import PROTOCOL_VERSION, AddRequest, Hello, Ready, encode_payload
+
+SECONDS_TO_START = 120.0
+SECONDS_TO_PASS = 30.0
+MIB = 1 << 20
+_ROW = 1024
+_BYTES_PER_TOKEN = 4704
+"""Of Qwen-VL's pixels: four patches of 1176 bytes make one token."""
+
+
+class TimedHasher(IdentityHasher):
+    """Knows how long the last digest took."""
+
+    last_seconds = 0.0
+
+    def digest(self, *args: Any) -> bytes:
+        began = time.monotonic()
+        digest = super().digest(*args)
+        self.last_seconds = time.monotonic() - began
+        return digest
+
+
+class Passage(msgspec.Struct):
+    """One item on its way: seconds on the machine's clock, and what was counted."""
+
+    times: dict[str, float]
+    counts: dict[str, int]
+
+    def seconds(self, since: str, until: str) -> float:
+        return self.times[until] - self.times[since]
+
+
+def make_item(nbytes: int, number: int) -> MultiModalKwargsItem:
+    """What Qwen-VL's processor returns for a picture; another one for each number."""
+    pixels = torch.arange(nbytes // 8).view(torch.uint8).clone()
+    pixels[:8].view(torch.int64).fill_(-1 - number)
+    rows = nbytes // _ROW
+    flat = MultiModalFlatField(slices=[slice(0, rows)], dim=0)
+    on_cpu = MultiModalBatchedField(keep_on_cpu=True)
+    return MultiModalKwargsItem({
+        "pixel_values": MultiModalFieldElem(pixels.view(rows, _ROW), flat),
+        "image_grid_thw": MultiModalFieldElem(torch.tensor([1, 2 * rows, 2]), on_cpu),
+    })
+
+
+def make_request(request_id: str, item: MultiModalKwargsItem, tokens: int) -> EngineCoreRequest:
+    """The request for one picture and nothing else."""
+    feature = MultiModalFeatureSpec(
+        data=item,
+        modality="image",
+        identifier=request_id,
+        mm_position=PlaceholderRange(offset=0, length=tokens),
+        mm_hash=request_id,
+    )
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=[151655] * tokens,
+        mm_features=[feature],
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+class Chain:
+    """All its processes. ``gated``: the runner reads all pixels only when it may."""
+
+    def __init__(self, arena_bytes: int, *, gated: bool = False) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="foveal-bench-", dir="/tmp"))
+        self._gated = gated
+        self._addresses = Addresses.within(self._directory)
+        self.arena = Arena(arena_bytes)
+        self.hasher = TimedHasher(bytes(SEED_BYTES), "xxh3_128")
+        self.cache = ArenaProcessorCache(self.arena, self.hasher, "benchmark")
+        self.processes: dict[str, BaseProcess] = {}
+        self._context = zmq.asyncio.Context()
+        self._encoder = MsgpackEncoder()
+        self._number = 0
+
+    async def __aenter__(self) -> Chain:
+        try:
+            await self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._plain.send_multipart([ENGINE, STOP])
+        self._end()
+
+    def pids(self) -> dict[str, int]:
+        """All processes by role; this one is the frontend."""
+        children = {role: process.pid or 0 for role, process in self.processes.items()}
+        return {"frontend": os.getpid(), **children}
+
+    async def pass_plain(self, item: MultiModalKwargsItem) -> Passage:
+        """Send an item as plain vLLM does; returns when the runner can use it."""
+        request_id = self._next_id()
+        tokens = _tokens_of(item)
+        started = time.monotonic()
+        request = make_request(request_id, item, tokens)
+        frames = (EngineCoreRequestType.ADD.value, *self._encoder.encode(request))
+        await self._plain.send_multipart((ENGINE, *frames), copy=False)
+        times = {"started": started, "sent": time.monotonic()}
+        counts = {"frontend": sum(memoryview(frame).nbytes for frame in frames)}
+        return await self._collect(Passage(times, counts), request_id, {"usable"})
+
+    async def pass_foveal(self, item: MultiModalKwargsItem) -> Passage:
+        """Send an item as Foveal does; returns when the runner can use it."""
+        request_id = self._next_id()
+        tokens = _tokens_of(item)
+        started = time.monotonic()
+        stored, _ = self.cache.get_and_update_item((item, ()), request_id)
+        put = time.monotonic()
+        if stored is None:
+            raise RuntimeError("the cache returned nothing for an item it was given")
+        request = make_request(request_id, stored, tokens)
+        message, payload = AddRequest(request_id), encode_payload(request)
+        self._link.send(message, payload)
+        times = {"started": started, "stored": put, "sent": time.monotonic()}
+        times["hashed"] = started + self.hasher.last_seconds
+        counts = {"frontend": sum(memoryview(frame).nbytes for frame in payload)}
+        # `request` holds the lease while the runner looks.
+        passage = await self._collect(
+            Passage(times, counts), request_id, {"usable", "forwarded"}
+        )
+        del request
+        return passage
+
+    async def read_all(self, passage: Passage) -> None:
+        """Return when the runner has read all pixels of the last item."""
+        if self._gated:
+            await self._gate.send(b"")
+        await self._collect(passage, f"r{self._number}", {"read", "broadcast"})
+
+    def _next_id(self) -> str:
+        self._number += 1
+        return f"r{self._number}"
+
+    async def _collect(self, passage: Passage, request_id: str, wanted: set[str]) -> Passage:
+        """Take in reports until all that is wanted is known."""
+        async with asyncio.timeout(SECONDS_TO_PASS):
+            while not wanted <= passage.times.keys():
+                report = msgspec.msgpack.decode(await self._reports.recv(), type=Report)
+                if report.request_id == request_id:
+                    passage.times.update(report.times)
+                    passage.counts.update(report.counts)
+        return passage
+
+    async def _start(self) -> None:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(self._directory)  # inherited
+        addresses = self._addresses
+        context = self._context
+        self._reports = context.socket(zmq.PULL)
+        self._reports.bind(addresses.reports)
+        self._gate = context.socket(zmq.PUSH)
+        self._gate.bind(addresses.gate)
+        self._plain = make_zmq_socket(context, addresses.plain, zmq.ROUTER, bind=True)
+
+        spawn = multiprocessing.get_context("spawn")
+        ours, theirs = spawn.Pipe()
+        ready = Ready(
+            worker="worker",
+            facts=demo_facts(self._directory, self.hasher.fingerprint),
+            epoch="",
+            kv_address="",
+            transfer="inline",
+            transfer_reason="",
+        )
+        for role, target, args in (
+            ("engine", run_engine, (addresses, theirs)),
+            ("worker", run_worker, (addresses, msgspec.msgpack.encode(ready))),
+        ):
+            self._spawn(role, target, args)
+        handle = await self._within(asyncio.to_thread(ours.recv))
+        self._spawn("runner", run_runner, (addresses, handle, self._gated))
+
+        _, hello = await self._within(self._plain.recv_multipart())
+        if hello != ENGINE_READY:
+            raise RuntimeError(f"the engine says {hello!r}")
+        self._link = FrontendLink(context, "frontend", addresses.requests)
+        self._link.send(
+            Hello(
+                frontend="frontend",
+                protocol=PROTOCOL_VERSION,
+                arena=self.arena.id,
+                transfer="shm",
+                identity_seed_fingerprint=self.hasher.fingerprint,
+            )
+        )
+        answer, _ = await self._within(self._link.receive())
+        if not isinstance(answer, Ready) or answer.transfer != "shm":
+            raise RuntimeError(f"the worker answers {answer}")
+
+    def _spawn(self, role: str, target: Any, args: tuple[Any, ...]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=target, args=args, name=f"bench {role}", daemon=True)
+        process.start()
+        self.processes[role] = process
+
+    async def _within(self, work: Any) -> Any:
+        """Await ``work`` while all processes live.
+
+        Raises:
+            RuntimeError: one of them has ended.
+            TimeoutError: it takes too long.
+        """
+        task = asyncio.ensure_future(work)
+        deadline = time.monotonic() + SECONDS_TO_START
+        while not task.done():
+            dead = [role for role, p in self.processes.items() if not p.is_alive()]
+            if dead or time.monotonic() > deadline:
+                task.cancel()
+                if dead:
+                    raise RuntimeError(f"ended while starting: {', '.join(dead)}")
+                raise TimeoutError("the processes did not start in time")
+            await asyncio.wait([task], timeout=0.2)
+        return task.result()
+
+    def _end(self) -> None:
+        for role in ("runner", "engine"):  # they stop at STOP, which removes the queue
+            if role in self.processes:
+                self.processes[role].join(timeout=5)
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._context.destroy(linger=0)
+        self.arena.close()
+        os.environ.pop("VLLM_RPC_BASE_PATH", None)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _tokens_of(item: MultiModalKwargsItem) -> int:
+    pixels = item["pixel_values"].data
+    if not isinstance(pixels, torch.Tensor):
+        raise TypeError("pixels are a tensor")
+    return max(1, pixels.nbytes // _BYTES_PER_TOKEN)

@@ -1,0 +1,299 @@
+"""What runs in the other processes of the chain (``chain`` draws it)."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+import zmq
+import zmq.asyncio
+from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
+from vllm.utils.network_utils import make_zmq_socket
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from transfer.link import KvPublisher, WorkerLink
+from transfer.messages import Frame, Message, Ready
+from workers.arena_worker import ArenaReader
+from workers.frontends import Frontends
+from workers.inbox import Inbox
+from workers.kv_state import KvState
+from workers.outbox import Outbox
+from workers.process_death import die_with_parent
+
+ENGINE = b"\x00\x00"
+ENGINE_READY = b"ready"
+STOP = b"stop"
+ATTACH = b"attach"
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """Where the processes listen."""
+
+    plain: str
+    """This process, as vLLM's engine client."""
+    routed: str
+    """The worker, as vLLM's engine client."""
+    requests: str
+    """The worker, to frontends."""
+    kv: str
+    reports: str
+    gate: str
+
+    @classmethod
+    def within(cls, directory: Path) -> Addresses:
+        return cls(*(f"ipc://{directory}/{name}" for name in cls.__struct_fields__))
+
+
+class Report(msgspec.Struct, array_like=True):
+    """When a process did what with a request, and how many bytes it passed on."""
+
+    request_id: str
+    times: dict[str, float]
+    counts: dict[str, int] = {}
+
+
+def run_worker(addresses: Addresses, ready: bytes) -> None:
+    """Our worker's inbox, before an engine client."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    asyncio.run(_work(addresses, msgspec.msgpack.decode(ready, type=Ready)))
+
+
+async def _work(addresses: Addresses, ready: Ready) -> None:
+    context = zmq.asyncio.Context()
+    link = _StampedLink(context, addresses.requests)
+    engine = _EngineLine(context, addresses, link)
+    await engine.connected()
+    client, frontends = cast(AsyncMPClient, engine), Frontends()
+    inbox = Inbox(
+        ready,
+        client,
+        link,
+        KvPublisher(context, addresses.kv),
+        KvState(ready.facts.block_size, ready.epoch),
+        frontends,
+        Outbox(client, link, frontends),
+    )
+    await inbox.run()
+
+
+class _StampedLink(WorkerLink):
+    """Remembers when the last message came."""
+
+    received = 0.0
+
+    async def receive(self) -> tuple[str, Message, Sequence[Frame]]:
+        received = await super().receive()
+        self.received = time.monotonic()
+        return received
+
+
+class _EngineLine:
+    """Sends as vLLM's AsyncMPClient does."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, addresses: Addresses, link: _StampedLink
+    ) -> None:
+        self._socket = make_zmq_socket(context, addresses.routed, zmq.ROUTER, bind=True)
+        self._reports = context.socket(zmq.PUSH)
+        self._reports.connect(addresses.reports)
+        self._encoder = MsgpackEncoder()
+        self._link = link
+
+    async def connected(self) -> None:
+        await self._socket.recv_multipart()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        frames = (EngineCoreRequestType.ADD.value, *self._encoder.encode(request))
+        await self._socket.send_multipart((ENGINE, *frames), copy=False)
+        times = {"received": self._link.received, "forwarded": time.monotonic()}
+        counts = {"worker": sum(memoryview(frame).nbytes for frame in frames)}
+        report = Report(request.request_id, times, counts)
+        await self._reports.send(msgspec.msgpack.encode(report))
+
+    async def collective_rpc_async(self, method: str, args: tuple[str, bytes]) -> list[str]:
+        if method != "attach_arena":
+            raise NotImplementedError(method)
+        await self._socket.send_multipart([ENGINE, ATTACH, msgspec.msgpack.encode(args)])
+        return [""]  # the runner ends if it cannot
+
+
+def run_engine(addresses: Addresses, pipe: Connection) -> None:
+    """An engine that schedules every request at once and alone."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context = zmq.Context()
+    reports = context.socket(zmq.PUSH)
+    reports.connect(addresses.reports)
+    broadcast = MessageQueue(1, 1)
+    counted = _CountingSocket(broadcast.local_socket)
+    pipe.send(broadcast.export_handle())
+    broadcast.wait_until_ready()
+    broadcast.local_socket = counted
+
+    arrived: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(context, addresses, arrived), daemon=True).start()
+    while (message := arrived.get()) is not None:
+        method, argument = message
+        if method == "attach_arena":
+            broadcast.enqueue((method, argument, {}, None))
+            continue
+        decoded = time.monotonic()
+        scheduled = _scheduled(argument)
+        counted.nbytes = 0
+        broadcast.enqueue((method, (scheduled,), {}, None))
+        times = {"decoded": decoded, "broadcast": time.monotonic()}
+        counts = {"engine": counted.nbytes + _bytes_in_ring(broadcast)}
+        report = Report(argument.request_id, times, counts)
+        reports.send(msgspec.msgpack.encode(report))
+        del argument, scheduled, message
+    broadcast.enqueue(None)
+    reports.close(linger=1000)
+
+
+def _receive(
+    context: zmq.Context[zmq.Socket[bytes]],
+    addresses: Addresses,
+    arrived: queue.SimpleQueue[tuple[str, Any] | None],
+) -> None:
+    """The engine's input thread."""
+    decoder = MsgpackDecoder(EngineCoreRequest)
+    poller = zmq.Poller()
+    for address in (addresses.plain, addresses.routed):
+        sock = make_zmq_socket(context, address, zmq.DEALER, identity=ENGINE, bind=False)
+        sock.send(ENGINE_READY)
+        poller.register(sock, zmq.POLLIN)
+    while True:
+        for sock, _ in poller.poll():
+            kind, *frames = sock.recv_multipart(copy=False)
+            match bytes(kind.buffer):
+                case EngineCoreRequestType.ADD.value:
+                    arrived.put(("execute_model", decoder.decode(frames)))
+                case b"attach":
+                    arrived.put(("attach_arena", msgspec.msgpack.decode(frames[0].buffer)))
+                case _:
+                    arrived.put(None)
+                    return
+            del kind, frames
+
+
+def _scheduled(request: EngineCoreRequest) -> SchedulerOutput:
+    """What vLLM's scheduler broadcasts for a request that it starts."""
+    tokens = len(request.prompt_token_ids or ())
+    new = NewRequestData.from_request(
+        Request.from_engine_core_request(request, None), (list(range(tokens // 32)),)
+    )
+    return replace(
+        SchedulerOutput.make_empty(),
+        scheduled_new_reqs=[new],
+        num_scheduled_tokens={request.request_id: tokens},
+        total_num_scheduled_tokens=tokens,
+        scheduled_encoder_inputs={request.request_id: [0]},
+    )
+
+
+class _CountingSocket:
+    """The queue's socket for what does not fit into its ring."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.nbytes = 0
+
+    def send_multipart(self, buffers: list[Any], **options: Any) -> Any:
+        self.nbytes += sum(memoryview(buffer).nbytes for buffer in buffers)
+        return self._socket.send_multipart(buffers, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+def _bytes_in_ring(broadcast: MessageQueue) -> int:
+    """The bytes of the last message that went through the ring itself."""
+    ring = broadcast.buffer
+    with ring.get_data((broadcast.current_idx - 1) % ring.max_chunks) as chunk:
+        return ring_message_bytes(chunk)
+
+
+def ring_message_bytes(chunk: memoryview) -> int:
+    """Add up the buffers in one chunk of a MessageQueue; none if they did not fit.
+
+    The layout is MessageQueue.enqueue's: a flag, a count in two bytes, and for each
+    buffer its length in four bytes before it.
+    """
+    if chunk[0]:
+        return 0
+    total, offset = 0, 3
+    for _ in range(int.from_bytes(chunk[1:3], "big")):
+        length = int.from_bytes(chunk[offset : offset + 4], "big")
+        total += length
+        offset += 4 + length
+    return total
+
+
+class _Model:
+    """Stands where vLLM's worker class stands; looks at pixels and reports."""
+
+    def __init__(self, addresses: Addresses, gated: bool) -> None:
+        context = zmq.Context()
+        self._reports = context.socket(zmq.PUSH)
+        self._reports.connect(addresses.reports)
+        self._gate = context.socket(zmq.PULL) if gated else None
+        if self._gate is not None:
+            self._gate.connect(addresses.gate)
+        self.dequeued = 0.0
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        request = scheduler_output.scheduled_new_reqs[0]
+        item = request.mm_features[0].data
+        pixels = None if item is None else item["pixel_values"].data
+        if not isinstance(pixels, torch.Tensor):
+            raise TypeError("the pixels are not there")
+        flat = pixels.view(-1)
+        flat[0].item()
+        self._report(
+            request.req_id,
+            {"dequeued": self.dequeued, "usable": time.monotonic()},
+            {"address": pixels.data_ptr(), "nbytes": pixels.nbytes},
+        )
+        if self._gate is not None:
+            self._gate.recv()
+        begun = time.monotonic()
+        flat.view(torch.int64).sum().item()
+        self._report(request.req_id, {"read begun": begun, "read": time.monotonic()}, {})
+
+    def _report(self, request_id: str, times: dict[str, float], counts: dict[str, int]) -> None:
+        self._reports.send(msgspec.msgpack.encode(Report(request_id, times, counts)))
+
+
+class _Runner(ArenaReader, _Model):
+    """Our worker class, before a model that looks at pixels."""
+
+
+def run_runner(addresses: Addresses, handle: Handle, gated: bool) -> None:
+    """The model runner's process: does what it is told until it is told None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    runner = _Runner(addresses, gated)
+    broadcast = MessageQueue.create_from_handle(handle, 0)
+    broadcast.wait_until_ready()
+    while (call := broadcast.dequeue(indefinite=True)) is not None:
+        runner.dequeued = time.monotonic()
+        method, args, kwargs, _ = call
+        refusal = getattr(runner, method)(*args, **kwargs)
+        if refusal:
+            raise RuntimeError(refusal)
+        del call, args

@@ -1,0 +1,63 @@
+"""The multimodal items of a request: their identities, and what of them travels.
+
+vLLM names relied on: EngineCoreRequest.mm_features, MultiModalFeatureSpec;
+InputProcessor._get_mm_identifier puts a LoRA adapter's name before the hash.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine import EngineCoreRequest
+
+from frontend.arena_cache import ArenaProcessorCache, IdentifiedItem
+from transfer.arena import Arena
+from transfer.pack import is_packed, read_reference, resolve
+
+
+def identify(request: EngineCoreRequest, cache: ArenaProcessorCache) -> None:
+    """Give every item of ``request`` its canonical identity.
+
+    What has not come through the processor cache (embeddings that clients send, for
+    example) goes into the arena here.
+
+    Raises:
+        VLLMValidationError: an item holds a reference instead of data, or neither.
+    """
+    identified = []
+    for feature in request.mm_features or ():
+        item = feature.data
+        if item is None:
+            raise VLLMValidationError("a multimodal item without data")
+        if not isinstance(item, IdentifiedItem):
+            item = cache.store(item)
+        # With vision LoRA vLLM puts the adapter before the hash: the encoder's output
+        # differs by adapter. The processed pixels do not.
+        adapter = ""
+        if feature.mm_hash and feature.identifier.endswith(feature.mm_hash):
+            adapter = feature.identifier.removesuffix(feature.mm_hash)
+        identity = f"{feature.modality}-{item.identity}"
+        identified.append(
+            replace(feature, data=item, identifier=adapter + identity, mm_hash=identity)
+        )
+    if identified:
+        request.mm_features = identified
+
+
+def with_tensors(request: EngineCoreRequest, arena: Arena | None) -> EngineCoreRequest:
+    """``request`` with tensors, over the arena's memory, in place of references.
+
+    The original must live as long as the result: it leases the memory.
+    """
+    features = []
+    for feature in request.mm_features or ():
+        item = feature.data
+        if item is not None and is_packed(item) and arena is not None:
+            reference = read_reference(item)
+            item = resolve(item, arena.view(reference.entry), reference)
+        features.append(replace(feature, data=item))
+    copied = copy.copy(request)
+    copied.mm_features = features
+    return copied
