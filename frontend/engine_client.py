@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
+from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import Routed, current_receipt
 from frontend.request_items import identify, with_tensors
@@ -88,6 +89,7 @@ class RoutedEngineClient(AdminCalls):
         cache: ArenaProcessorCache | None,
         arena: Arena | None,
         router: Router,
+        metrics: FrontendMetrics,
         worker_wait_timeout: float,
     ) -> None:
         super().__init__()
@@ -95,6 +97,7 @@ class RoutedEngineClient(AdminCalls):
         self._cache = cache
         self._arena = arena
         self.router = router
+        self._metrics = metrics
         self._worker_wait_timeout = worker_wait_timeout
         self._outputs = OutputStream()
         self._sent: dict[str, _Sent] = {}
@@ -158,10 +161,10 @@ class RoutedEngineClient(AdminCalls):
             identify(request, self._cache)
         route, worker = self._route(request)
         transfer = self._send(request, worker)
+        routed = Routed(route.worker, route.overlap_blocks, route.prompt_blocks, transfer)
+        self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
-            receipt.routed.append(
-                Routed(route.worker, route.overlap_blocks, route.prompt_blocks, transfer)
-            )
+            receipt.routed.append(routed)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         by_worker: dict[str, list[str]] = {}
@@ -273,6 +276,7 @@ class RoutedEngineClient(AdminCalls):
                 self._forget(request_id)
                 if not sent.aborted:
                     failed.append(request_id)
+        self._metrics.failed.inc(len(failed))
         self._outputs.fail(failed)
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
@@ -324,6 +328,7 @@ class RoutedEngineClient(AdminCalls):
         if sent.aborted:
             self._forget(message.request_id)
             return
+        self._metrics.tensors_missing.inc()
         logger.warning("worker %s lacks tensors: %s", worker.name, message.reason)
         self._send(sent.request, worker, inline=True)
 
@@ -336,6 +341,7 @@ class RoutedEngineClient(AdminCalls):
             route, worker = self._route(sent.request)
         except NoWorkers:
             return False
+        self._metrics.moved.inc()
         logger.info("request %s goes to %s now", sent.request.request_id, route.worker)
         self._send(sent.request, worker)
         return True

@@ -15,6 +15,7 @@ import shutil
 import time
 from pathlib import Path
 
+from prometheus_client import REGISTRY
 from vllm.config import VllmConfig
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve
 from vllm.entrypoints.launchers.launcher import setup_server
@@ -24,6 +25,7 @@ from configs.schema import FrontendConfig
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
 from frontend.fleet_api import fleet_routes
+from frontend.metrics import FleetCollector, FrontendMetrics
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
@@ -61,11 +63,13 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
     arena = _make_arena(settings, config)
     try:
         cache = ArenaProcessorCache(arena, hasher, config.model_config.model)
+        router = _make_router(settings)
         client = RoutedEngineClient(
             supported_tasks=supported_tasks(config.model_config),
             cache=cache,
             arena=arena,
-            router=_make_router(settings),
+            router=router,
+            metrics=FrontendMetrics(),
             worker_wait_timeout=settings.worker_wait_timeout,
         )
         llm = make_llm(config, args, client, cache)
@@ -78,6 +82,7 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
         )
         pool = WorkerPool(hello, registry, settings.worker, shared_facts(config), client)
         client.start(pool, llm.learn)
+        REGISTRY.register(FleetCollector(pool, router.plane, cache, arena))
         try:
             with our_app(fleet_routes(client)):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)

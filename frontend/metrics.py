@@ -1,0 +1,105 @@
+"""Prometheus metrics of our own, beside vLLM's at ``/metrics``.
+
+What others already count (arena, router) is read when Prometheus asks; only what nobody
+else keeps is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from frontend.arena_cache import ArenaProcessorCache
+from frontend.receipt import Routed
+from frontend.router.kv_plane import KvPlane
+from frontend.worker_pool import WorkerPool
+from transfer.arena import Arena
+
+
+class FrontendMetrics:
+    """Counts what happens to requests."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._routed = Counter(
+            "foveal_requests_routed", "Requests sent to a worker.", ["worker", "transfer"],
+            registry=registry,
+        )
+        self._overlap = Counter(
+            "foveal_overlap_blocks", "Prompt blocks that the chosen worker had cached.",
+            registry=registry,
+        )
+        self._prompt = Counter(
+            "foveal_prompt_blocks", "Full blocks of routed prompts.", registry=registry
+        )
+        self.moved = Counter(
+            "foveal_requests_moved", "Requests sent anew because their worker was lost.",
+            registry=registry,
+        )
+        self.failed = Counter(
+            "foveal_requests_failed", "Requests ended because their worker was lost.",
+            registry=registry,
+        )
+        self.tensors_missing = Counter(
+            "foveal_tensors_missing",
+            "Times a worker could not read what a request referred to.",
+            registry=registry,
+        )
+
+    def count(self, routed: Routed) -> None:
+        self._routed.labels(routed.worker, routed.transfer).inc()
+        self._overlap.inc(routed.overlap_blocks)
+        self._prompt.inc(routed.prompt_blocks)
+
+
+class FleetCollector(Collector):
+    """Reads the state of the pool, the KV plane, the cache and the arena."""
+
+    def __init__(
+        self,
+        pool: WorkerPool,
+        plane: KvPlane,
+        cache: ArenaProcessorCache,
+        arena: Arena | None,
+    ) -> None:
+        self._pool = pool
+        self._plane = plane
+        self._cache = cache
+        self._arena = arena
+
+    def collect(self) -> Iterator[Metric]:
+        workers = GaugeMetricFamily(
+            "foveal_worker_ready", "Whether a worker takes requests.",
+            labels=["worker", "transfer"],
+        )
+        for worker in self._pool.workers:
+            workers.add_metric([worker.name, worker.transfer], float(worker.ready))
+        yield workers
+        for name, text, count in (
+            ("foveal_kv_deltas", "KV deltas applied.", self._plane.deltas),
+            ("foveal_kv_gaps", "Times KV deltas were found missing.", self._plane.gaps),
+            ("foveal_kv_snapshots", "KV snapshots applied.", self._plane.snapshots),
+            ("foveal_items_without_room", "Items sent inline because the arena was full.",
+             self._cache.inlined),
+        ):
+            yield CounterMetricFamily(name, text, value=count)
+        if self._arena is None:
+            return
+        arena = self._arena.stats()
+        for name, text, size in (
+            ("foveal_arena_bytes", "Size of the arena.", arena.bytes_total),
+            ("foveal_arena_bytes_used", "Bytes of the arena in use.", arena.bytes_used),
+            ("foveal_arena_entries", "Entries in the arena.", arena.entries),
+            ("foveal_arena_entries_leased", "Entries that requests hold.",
+             arena.leased_entries),
+        ):
+            yield GaugeMetricFamily(name, text, value=size)
+        yield CounterMetricFamily(
+            "foveal_arena_evictions", "Entries evicted.", value=arena.evictions
+        )
+        yield CounterMetricFamily(
+            "foveal_arena_bytes_written", "Bytes of processed tensors written.",
+            value=arena.bytes_written,
+        )
