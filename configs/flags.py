@@ -72,6 +72,16 @@ def read_settings(
         ) from error
 
 
+def sentence_of(error: Exception) -> str:
+    """What ``error`` complains about, in one line: for settings that others validate."""
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        return f"{where}: {problem['msg']}" if where else str(problem["msg"])
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 def flag_of(name: str) -> str:
     """The flag of a field: ``router_mode`` -> ``--router-mode``."""
     return "--" + name.replace("_", "-")

@@ -54,7 +54,10 @@ class FrontendConfig(DiscoverySettings):
         env="DYN_CHAT_PROCESSOR",
     )
     http_host: str | None = setting(
-        None, "Address to serve HTTP on (same as vLLM's --host).", env="DYN_HTTP_HOST"
+        None,
+        "Address to serve HTTP on, 0.0.0.0 for all (same as vLLM's --host; default "
+        "127.0.0.1).",
+        env="DYN_HTTP_HOST",
     )
     http_port: int | None = setting(
         None, "Port to serve HTTP on (same as vLLM's --port; default 8000).",

@@ -16,6 +16,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from configs.flags import BadSetting, add_flags, read_settings
 from configs.schema import FrontendConfig
 
+LOOPBACK = "127.0.0.1"
+"""Where HTTP is served unless told otherwise."""
+
 _MEANT_FOR_WORKERS = {
     "data_parallel_size": (1, None),
     "api_server_count": (1, None),
@@ -51,6 +54,6 @@ def parse(arguments: Sequence[str]) -> tuple[FrontendConfig, argparse.Namespace]
         raise BadSetting(str(error).removeprefix("Error: ")) from error
     if settings.http_port is not None:
         args.port = settings.http_port
-    if settings.http_host is not None:
-        args.host = settings.http_host
+    if args.host is None or settings.http_host is not None:
+        args.host = settings.http_host or LOOPBACK
     return settings, args

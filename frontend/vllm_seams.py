@@ -31,6 +31,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
+from configs.flags import BadSetting, sentence_of
 from frontend.engine_client import RoutedEngineClient
 from frontend.receipt import ReceiptMiddleware
 from transfer.messages import WorkerFacts
@@ -67,9 +68,16 @@ class FrontendEngineArgs(AsyncEngineArgs):
 
 
 def frontend_config(args: Any) -> VllmConfig:
-    """The configuration of the renderer, from vLLM's flags."""
+    """The configuration of the renderer, from vLLM's flags.
+
+    Raises:
+        BadSetting: vLLM finds no sense in them.
+    """
     engine_args = FrontendEngineArgs.from_cli_args(args)
-    config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    try:
+        config = engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, OSError) as error:
+        raise BadSetting(sentence_of(error)) from error
     # With neither a processor cache nor prefix caching vLLM would not hash images.
     config.cache_config.enable_prefix_caching = True
     return config

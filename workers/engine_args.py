@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from configs.flags import BadSetting, add_flags, read_settings
+from configs.flags import BadSetting, add_flags, read_settings, sentence_of
 from configs.schema import WorkerConfig
 from transfer.block_hash_root import root_hash_of
 from transfer.engine_facts import shared_facts
@@ -79,7 +79,10 @@ def engine_config(args: argparse.Namespace, sockets: Path) -> VllmConfig:
     engine_args.kv_events_config = KVEventsConfig(
         enable_kv_cache_events=True, publisher="zmq", endpoint=f"ipc://{sockets}/kv-events"
     )
-    return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    try:
+        return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except (ValueError, OSError) as error:
+        raise BadSetting(sentence_of(error)) from error
 
 
 def facts_of(config: VllmConfig, seed_fingerprint: str) -> WorkerFacts:

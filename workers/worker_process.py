@@ -17,6 +17,7 @@ import secrets
 import signal
 from pathlib import Path
 
+import uvloop
 import zmq
 import zmq.asyncio
 from vllm.config import VllmConfig
@@ -60,7 +61,7 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
         engine = _start_engine(config, sockets)
         try:
             facts = facts_of(config, fingerprint)
-            return asyncio.run(
+            return uvloop.run(
                 _serve(settings, registry, worker, sockets, config, engine, facts)
             )
         finally:

@@ -1,7 +1,7 @@
 """``python -m benchmarks.path [SECTION ...]``: what the path of a picture costs.
 
-Sections, all by default: ``size`` (request messages), ``copies`` (of pixel data),
-``handover`` (processor output to model runner), ``fleet`` (text latency and KV routing).
+Sections, all by default: ``size`` (request messages), ``handover`` (processor output to
+model runner: copies and time), ``fleet`` (text latency and KV routing).
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 
-SECTIONS = ("size", "copies", "handover", "fleet")
+SECTIONS = ("size", "handover", "fleet")
 
 
 def main() -> int:

@@ -27,6 +27,7 @@ import os
 import shutil
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -66,7 +67,7 @@ from transfer.identity import SEED_BYTES, IdentityHasher
 from transfer.link import FrontendLink
 from transfer.messages import PROTOCOL_VERSION, AddRequest, Hello, Ready, encode_payload
 
-SECONDS_TO_START = 120.0
+SECONDS_TO_START = 240.0
 SECONDS_TO_PASS = 30.0
 MIB = 1 << 20
 _ROW = 1024
@@ -132,11 +133,10 @@ def make_request(request_id: str, item: MultiModalKwargsItem, tokens: int) -> En
 
 
 class Chain:
-    """All its processes. ``gated``: the runner reads all pixels only when it may."""
+    """All its processes."""
 
-    def __init__(self, arena_bytes: int, *, gated: bool = False) -> None:
+    def __init__(self, arena_bytes: int) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="foveal-bench-", dir="/tmp"))
-        self._gated = gated
         self._addresses = Addresses.within(self._directory)
         self.arena = Arena(arena_bytes)
         self.hasher = TimedHasher(bytes(SEED_BYTES), "xxh3_128")
@@ -203,9 +203,8 @@ class Chain:
         return passage
 
     async def read_all(self, passage: Passage) -> None:
-        """Return when the runner has read all pixels of the last item."""
-        if self._gated:
-            await self._gate.send(b"")
+        """Let the runner read all pixels of the last item; it waits for this."""
+        await self._gate.send(b"")
         await self._collect(passage, f"r{self._number}", {"read", "broadcast"})
 
     def _next_id(self) -> str:
@@ -233,7 +232,8 @@ class Chain:
         self._plain = make_zmq_socket(context, addresses.plain, zmq.ROUTER, bind=True)
 
         spawn = multiprocessing.get_context("spawn")
-        ours, theirs = spawn.Pipe()
+        from_engine, of_engine = spawn.Pipe()
+        to_runner, of_runner = spawn.Pipe()
         ready = Ready(
             worker="worker",
             facts=demo_facts(self._directory, self.hasher.fingerprint),
@@ -243,12 +243,12 @@ class Chain:
             transfer_reason="",
         )
         for role, target, args in (
-            ("engine", run_engine, (addresses, theirs)),
+            ("engine", run_engine, (addresses, of_engine)),
             ("worker", run_worker, (addresses, msgspec.msgpack.encode(ready))),
+            ("runner", run_runner, (addresses, of_runner)),
         ):
             self._spawn(role, target, args)
-        handle = await self._within(asyncio.to_thread(ours.recv))
-        self._spawn("runner", run_runner, (addresses, handle, self._gated))
+        to_runner.send(await self._within(_received(from_engine)))
 
         _, hello = await self._within(self._plain.recv_multipart())
         if hello != ENGINE_READY:
@@ -307,6 +307,13 @@ class Chain:
         self.arena.close()
         os.environ.pop("VLLM_RPC_BASE_PATH", None)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def _received(pipe: Connection) -> Any:
+    # Not in a thread: one that waits in vain would keep this process from ending.
+    while not pipe.poll():
+        await asyncio.sleep(0.02)
+    return pipe.recv()
 
 
 def _tokens_of(item: MultiModalKwargsItem) -> int:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import zmq
 import zmq.asyncio
-from vllm.distributed.device_communicators.shm_broadcast import Handle, MessageQueue
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
@@ -52,6 +52,7 @@ class Addresses(msgspec.Struct, frozen=True):
     kv: str
     reports: str
     gate: str
+    """This process lets the runner read."""
 
     @classmethod
     def within(cls, directory: Path) -> Addresses:
@@ -247,13 +248,12 @@ def ring_message_bytes(chunk: memoryview) -> int:
 class _Model:
     """Stands where vLLM's worker class stands; looks at pixels and reports."""
 
-    def __init__(self, addresses: Addresses, gated: bool) -> None:
+    def __init__(self, addresses: Addresses) -> None:
         context = zmq.Context()
         self._reports = context.socket(zmq.PUSH)
         self._reports.connect(addresses.reports)
-        self._gate = context.socket(zmq.PULL) if gated else None
-        if self._gate is not None:
-            self._gate.connect(addresses.gate)
+        self._gate = context.socket(zmq.PULL)
+        self._gate.connect(addresses.gate)
         self.dequeued = 0.0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -269,8 +269,7 @@ class _Model:
             {"dequeued": self.dequeued, "usable": time.monotonic()},
             {"address": pixels.data_ptr(), "nbytes": pixels.nbytes},
         )
-        if self._gate is not None:
-            self._gate.recv()
+        self._gate.recv()  # may it read all of them?
         begun = time.monotonic()
         flat.view(torch.int64).sum().item()
         self._report(request.req_id, {"read begun": begun, "read": time.monotonic()}, {})
@@ -283,12 +282,12 @@ class _Runner(ArenaReader, _Model):
     """Our worker class, before a model that looks at pixels."""
 
 
-def run_runner(addresses: Addresses, handle: Handle, gated: bool) -> None:
+def run_runner(addresses: Addresses, pipe: Connection) -> None:
     """The model runner's process: does what it is told until it is told None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    runner = _Runner(addresses, gated)
-    broadcast = MessageQueue.create_from_handle(handle, 0)
+    runner = _Runner(addresses)
+    broadcast = MessageQueue.create_from_handle(pipe.recv(), 0)
     broadcast.wait_until_ready()
     while (call := broadcast.dequeue(indefinite=True)) is not None:
         runner.dequeued = time.monotonic()

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import uvloop
-
 from benchmarks.metrics import Metric
 from benchmarks.path.chain import MIB, Chain, Passage, make_item
 from benchmarks.path.memory import (
@@ -35,7 +33,6 @@ from transfer.arena_layout import SHM
 NAME, UNIT, GOAL = "pixel_copies", "copies", "==1"
 PLAIN_NAME = "pixel_copies_plain_vllm"
 PIXEL_BYTES = 64 * MIB
-ARENA_BYTES = 4 * PIXEL_BYTES + 32 * MIB
 ROUNDS = 3
 SENDERS = ("frontend", "worker", "engine")
 
@@ -66,22 +63,17 @@ class Count:
         return ", ".join(parts)
 
 
-def measure() -> list[Metric]:
-    return uvloop.run(_measure())
-
-
-async def _measure() -> list[Metric]:
+async def measure(chain: Chain) -> list[Metric]:
     plain, foveal = [], []
-    async with Chain(ARENA_BYTES, gated=True) as chain:
-        for turn in range(-1, ROUNDS):  # the first one warms up
-            routed = await _count(chain, "foveal", 2 * turn)
-            direct = await _count(chain, "plain", 2 * turn + 1)
-            if turn >= 0:
-                foveal.append(routed)
-                plain.append(direct)
+    for turn in range(-1, ROUNDS):  # the first one warms up
+        routed = await _count(chain, "foveal", 2 * turn)
+        direct = await _count(chain, "plain", 2 * turn + 1)
+        if turn >= 0:
+            foveal.append(routed)
+            plain.append(direct)
     for title, counted in (("Foveal", foveal), ("plain vLLM", plain)):
         typical = sorted(counted, key=lambda count: count.copies)[len(counted) // 2]
-        print(f"  {title}: {typical.copies} copies; {typical.describe()}")
+        print(f"  {title}: {typical.copies} copies; {typical.describe()}", flush=True)
     return [
         Metric(NAME, median(count.copies for count in foveal), UNIT, GOAL),
         Metric(PLAIN_NAME, median(count.copies for count in plain), UNIT),

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from statistics import median
 
-import uvloop
-
 from benchmarks.metrics import Metric, median_ratio, rounded
 from benchmarks.path.chain import MIB, Chain, Passage, make_item
 
@@ -18,7 +16,6 @@ SIZES = (1, 8, 32)
 GOALS = {8: "<=0.5"}
 ROUNDS = 25
 WARM_UP = 3
-ARENA_BYTES = 256 * MIB
 
 
 def name_of(mib: int) -> str:
@@ -29,23 +26,18 @@ def read_name_of(mib: int) -> str:
     return f"handover_and_read_ratio_{mib}mib"
 
 
-def measure() -> list[Metric]:
-    return uvloop.run(_measure())
-
-
-async def _measure() -> list[Metric]:
+async def measure(chain: Chain) -> list[Metric]:
     passages: dict[tuple[int, str], list[Passage]] = {}
-    async with Chain(ARENA_BYTES) as chain:
-        ways = {"plain": chain.pass_plain, "foveal": chain.pass_foveal}
-        number = 0
-        for turn in range(-WARM_UP, ROUNDS):
-            for mib in SIZES:
-                for way in sorted(ways, reverse=turn % 2 == 0):
-                    number += 1
-                    passage = await ways[way](make_item(mib * MIB, number))
-                    await chain.read_all(passage)
-                    if turn >= 0:
-                        passages.setdefault((mib, way), []).append(passage)
+    ways = {"plain": chain.pass_plain, "foveal": chain.pass_foveal}
+    number = 0
+    for turn in range(-WARM_UP, ROUNDS):
+        for mib in SIZES:
+            for way in sorted(ways, reverse=turn % 2 == 0):
+                number += 1
+                passage = await ways[way](make_item(mib * MIB, number))
+                await chain.read_all(passage)
+                if turn >= 0:
+                    passages.setdefault((mib, way), []).append(passage)
     metrics = []
     for mib in SIZES:
         plain, foveal = passages[mib, "plain"], passages[mib, "foveal"]

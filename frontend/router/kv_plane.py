@@ -90,16 +90,22 @@ class KvPlane:
         self._index.replace(worker, snapshot.blocks)
         self.snapshots += 1
         feed.seq = snapshot.seq
-        waiting, feed.waiting = feed.waiting, {}
-        for key in sorted(key for key in waiting if key[1] > snapshot.seq):
-            if key[1] != feed.seq + 1:
+        feed.caught_up = True
+        for epoch, seq in sorted(feed.waiting):
+            if epoch != feed.epoch or seq <= feed.seq:
+                continue
+            if seq != feed.seq + 1:
                 self.gaps += 1
                 feed.caught_up = False
-                feed.waiting = {k: d for k, d in waiting.items() if k[1] > feed.seq}
-                return True
-            self._apply(worker, feed, waiting[key])
-        feed.caught_up = True
-        return False
+                break
+            self._apply(worker, feed, feed.waiting[epoch, seq])
+        # Deltas of another epoch stay: their snapshot may be next.
+        feed.waiting = {
+            key: delta
+            for key, delta in feed.waiting.items()
+            if key[0] != feed.epoch or key[1] > feed.seq
+        }
+        return not feed.caught_up
 
     def on_lost(self, worker: str) -> None:
         """Forget ``worker`` and its blocks."""
@@ -135,7 +141,11 @@ class KvPlane:
             feed.retired.append(feed.epoch)
             feed.epoch = epoch
             feed.seq = 0
-        feed.waiting = {key: d for key, d in feed.waiting.items() if key[0] == epoch}
+            feed.waiting = {
+                key: delta
+                for key, delta in feed.waiting.items()
+                if key[0] not in feed.retired
+            }
 
     def _keep(self, feed: _Feed, delta: KvDelta) -> bool:
         """Keep a delta for later; True when there were too many and all are given up."""

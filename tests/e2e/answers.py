@@ -19,6 +19,8 @@ UNCOMPARED = frozenset({
     "cached_tokens_per_turn", "kv_transfer_params", "system_fingerprint", "metrics",
 })
 
+STRUNG_TOGETHER = frozenset({"content", "text", "arguments", "partial_json", "delta"})
+
 
 def answer_of(response: httpx.Response) -> Any:
     """The answer in the shape that ``differences`` compares, streamed or not."""
@@ -61,9 +63,7 @@ def _join(whole: dict[str, Any], news: Mapping[str, Any]) -> None:
             by_index = whole.setdefault(key, {})
             for element in value:
                 _join(by_index.setdefault(element["index"], {}), element)
-        elif isinstance(value, list) and isinstance(held, list):
-            whole[key] = held + value
-        elif key in ("content", "text", "arguments", "partial_json", "delta") and held:
+        elif held and (isinstance(value, list) or key in STRUNG_TOGETHER):
             whole[key] = held + value
         else:
             whole[key] = value

@@ -142,6 +142,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "hubble": shown(photograph("hubble_deep_field.jpg"), "WEBP"),
 }
 
+BROKEN_PICTURE = {
+    "type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
+}
+
 _pictures = [
     Case(f"picture_{name}", CHAT, chat_body(user(part, "Describe it.")))
     for name, part in FORMS.items()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from configs.demo.checkpoint import write_checkpoint
 
+from configs.demo.checkpoint import write_checkpoint
+from tests.e2e.answers import answer_of
+from tests.e2e.cases import CASES, Case
 from tests.e2e.fleet import ROOT, Deployment, Frontend, Server
 from tests.e2e.processes import Process
 
@@ -107,3 +111,22 @@ def pytest_runtest_makereport(
             for name, lines in deployment.last_lines().items():
                 report.sections.append((name, lines))
     return report
+
+
+@pytest.fixture(scope="session")
+def expected(vllm: Server) -> Callable[[Case], Any]:
+    """What plain vLLM answers to a case; asked once for each."""
+
+    @cache
+    def answer_to(name: str) -> Any:
+        case = next(case for case in CASES if case.name == name)
+        return answer_of(vllm.ask(case.path, case.body))
+
+    return lambda case: answer_to(case.name)
+
+
+@pytest.fixture(scope="module")
+def no_session_fleet() -> None:
+    """Ends the session's fleet: there is no room for its engines and others'."""
+    for deployment in _running:
+        deployment.end()

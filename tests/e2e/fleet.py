@@ -18,7 +18,7 @@ from tests.e2e.processes import Process, free_port, wait_until
 ROOT = Path(__file__).parents[2]
 MODEL = "foveal-demo"
 BLOCK_SIZE = 32
-READY_SECONDS = 240.0
+READY_SECONDS = 400.0
 ANSWER_SECONDS = 120.0
 
 WORKER_FLAGS = (
@@ -176,7 +176,8 @@ class Deployment:
             return server.is_healthy()
 
         for server in servers:
-            wait_until(lambda s=server: is_ready(s), READY_SECONDS, f"{server.process.log.stem}")
+            name = server.process.log.stem
+            wait_until(lambda s=server: is_ready(s), READY_SECONDS, f"{name} ready")
 
     def end(self) -> None:
         for server in self._servers:

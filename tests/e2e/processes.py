@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 POLL_SECONDS = 0.05
@@ -57,15 +58,11 @@ class Process:
         """Have it stop; what is left of its session after that is killed."""
         if self.exit_status is None:
             self.signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.wait(seconds)
-        except subprocess.TimeoutExpired:
-            pass
         for pid in self.family():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.wait(10.0)
 
     def last_lines(self, count: int) -> str:

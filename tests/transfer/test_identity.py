@@ -71,7 +71,10 @@ def test_whatever_differs_has_another_identity(algorithm: str) -> None:
 
 def test_lengths_keep_neighbours_apart() -> None:
     assert digest({"ab": 1}, model="c") != digest({"b": 1}, model="ca")
-    assert digest({"a": [1, 12]}) != digest({"a": [11, 2]})
+    assert digest({"a": [[1], 2]}) != digest({"a": [[1, 2]]})
+    # What stands between the model and the first name, as part of either of them.
+    count = "\1" + 7 * "\0"
+    assert digest({count + "a": 1}, model="") != digest({"a": 1}, model=count)
 
 
 def test_a_tuple_counts_as_a_list_and_layout_does_not_count() -> None:

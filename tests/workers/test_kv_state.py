@@ -7,7 +7,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
@@ -193,6 +193,7 @@ def test_a_malformed_event_of_a_known_type_is_refused_and_changes_nothing():
     assert resident(state) == {"GPU": {A}}
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_batch_or_a_bad_message(payload):
     with contextlib.suppress(BadMessage):
@@ -232,6 +233,7 @@ def replay(held, delta):
         assert not set(delta.stored[medium]) & set(delta.removed[medium])
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(events, max_size=5), max_size=10))
 def test_deltas_lead_to_what_counting_copies_gives(batches):
     state, copies, held = KvState(32, "e1"), Counter(), {}

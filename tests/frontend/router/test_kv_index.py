@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.router.kv_index import KvIndex
@@ -151,6 +151,7 @@ class PlainIndex:
         )
 
 
+@settings(deadline=None)
 @given(st.lists(verbs, max_size=40), st.lists(st.sampled_from(DIGESTS), max_size=6))
 def test_the_index_equals_a_plain_model_after_any_events(events, prompt):
     index, plain = KvIndex(), PlainIndex()

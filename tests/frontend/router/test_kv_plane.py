@@ -157,6 +157,17 @@ def test_a_new_epoch_is_noticed_while_a_snapshot_of_the_old_is_awaited():
     assert index.resident("w") == {B}
 
 
+def test_a_late_snapshot_of_the_old_epoch_costs_no_delta_of_the_new():
+    plane, index = caught_up_plane(7, A)
+    assert plane.on_delta("w", stored(9, A))
+    assert plane.on_delta("w", stored(2, B, epoch="e2"))
+    assert not plane.on_snapshot("w", snapshot(9, A))
+    assert not plane.on_delta("w", stored(3, C, epoch="e2"))
+    assert not plane.on_snapshot("w", snapshot(1, epoch="e2"))
+    assert index.resident("w") == {B, C}
+    assert plane.seq("w") == 3
+
+
 def test_a_snapshot_older_than_what_was_applied_does_not_turn_time_back():
     plane, index = caught_up_plane(0)
     plane.on_delta("w", stored(1, A))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.router.promises import Promises
@@ -86,6 +86,7 @@ steps = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(steps, max_size=30))
 def test_promises_equal_a_plain_list_of_them(made):
     clock, plain = Clock(), []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.router.worker_load import LoadBook, WorkerLoad
@@ -70,6 +70,7 @@ events = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(events, max_size=40))
 def test_loads_equal_the_sum_over_requests_and_end_at_nothing(happenings):
     book, running = LoadBook(), {}

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from transfer.registry import Registry
+
+# A busy machine is no failure.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    """A registry of its own, on a path short enough for Unix sockets."""
+    root = Path(tempfile.mkdtemp(prefix="fv-", dir="/tmp"))
+    yield Registry(root, "test")
+    shutil.rmtree(root)

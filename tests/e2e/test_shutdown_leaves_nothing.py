@@ -1,0 +1,152 @@
+"""Processes that end, well or badly, leave nothing running and nothing lying about.
+
+Takes the session's fleet apart, test by test in the order of this file: a worker is
+killed, then the frontend, then what is left is stopped. Runs last but one.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.answers import answer_of, differences
+from tests.e2e.cases import CASES, CHAT, Case, chat_body, shown, user
+from tests.e2e.conftest import SessionFleet
+from tests.e2e.fleet import Deployment, Frontend
+from tests.e2e.pictures import pattern
+from tests.e2e.processes import Process, wait_until
+
+SHM = Path("/dev/shm")
+PICTURE_CASES = [case for case in CASES if case.name.startswith("picture_")][:10]
+
+
+class State:
+    """What is left of the fleet."""
+
+    def __init__(self, fleet: SessionFleet) -> None:
+        self.frontend = fleet.frontend
+        self.survivor, self.victim = fleet.workers
+
+
+@pytest.fixture(scope="module")
+def state(session_fleet: SessionFleet) -> State:
+    return State(session_fleet)
+
+
+def segments_of(process: Process) -> set[str]:
+    """What a process and its children have mapped of /dev/shm."""
+    found: set[str] = set()
+    for pid in process.family():
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found.update(re.findall(r"/dev/shm/([^/\s]+)", maps))
+    return found
+
+
+def worker_named_for(process: Process, frontend: Frontend) -> str:
+    (name,) = (w for w in frontend.workers() if w.startswith(f"worker-{process.pid}-"))
+    return name
+
+
+def endless_stream_on(
+    worker: str, frontend: Frontend, open_streams: ExitStack
+) -> httpx.Response:
+    """An answer that ``worker`` has begun and will not soon end; others go elsewhere."""
+    for number in range(6):
+        body = chat_body(
+            user(shown(pattern(140, 140, 7000 + number)), "Tell me all."),
+            max_tokens=6000, ignore_eos=True, stream=True, logprobs=None, top_logprobs=None,
+        )
+        stream = open_streams.enter_context(frontend.http.stream("POST", CHAT, json=body))
+        if stream.headers["x-foveal-worker"] == worker:
+            return stream
+    raise AssertionError(f"no request went to {worker}")
+
+
+def test_a_killed_worker_takes_its_engine_along_and_its_requests_move(
+    state: State, expected: Callable[[Case], Any]
+) -> None:
+    frontend, victim = state.frontend, state.victim
+    name = worker_named_for(victim, frontend)
+    wanted = [expected(case) for case in PICTURE_CASES]
+    with ExitStack() as open_streams, ThreadPoolExecutor(len(PICTURE_CASES)) as pool:
+        begun = endless_stream_on(name, frontend, open_streams)
+        # Stopped, it takes requests in but answers none.
+        victim.signal(signal.SIGSTOP)
+        answers = [pool.submit(frontend.ask, c.path, c.body) for c in PICTURE_CASES]
+        wait_until(
+            lambda: frontend.workers()[name]["requests"] > 1,
+            15.0, f"requests waiting at {name}",
+        )
+        victim.signal(signal.SIGKILL)
+        victim.wait(5.0)
+        wait_until(lambda: victim.family() == [], 5.0, "its engine gone with it")
+        for answer, theirs in zip(answers, wanted, strict=True):
+            assert differences(answer_of(answer.result()), theirs) == []
+        # What had begun cannot be moved: the client is told.
+        assert any('"error"' in line for line in begun.iter_lines())
+    wait_until(lambda: frontend.has_workers(1), 20.0, "the dead worker off the list")
+    assert name not in frontend.workers()
+
+
+def test_the_surviving_worker_answers_on(
+    state: State, expected: Callable[[Case], Any]
+) -> None:
+    name = worker_named_for(state.survivor, state.frontend)
+    for case in PICTURE_CASES[:3]:
+        response = state.frontend.ask(case.path, case.body)
+        assert response.headers["x-foveal-worker"] == name
+        assert differences(answer_of(response), expected(case)) == []
+
+
+def test_a_killed_frontend_is_swept_up_after(
+    state: State, session_fleet: SessionFleet, expected: Callable[[Case], Any]
+) -> None:
+    killed = state.frontend.process
+    (arena,) = (s for s in segments_of(killed) if s.startswith(f"foveal-{killed.pid}-"))
+    assert arena in segments_of(state.survivor)
+    killed.signal(signal.SIGKILL)
+    killed.wait(5.0)
+    assert (SHM / arena).exists()
+    state.frontend = session_fleet.deployment.start_frontend()
+    session_fleet.deployment.await_ready([state.frontend], workers=1)
+    assert not (SHM / arena).exists()
+    wait_until(
+        lambda: arena not in segments_of(state.survivor), 20.0, "the dead arena unmapped"
+    )
+    for case in PICTURE_CASES:
+        ours = answer_of(state.frontend.ask(case.path, case.body))
+        assert differences(ours, expected(case)) == []
+
+
+def test_what_is_stopped_ends_in_good_order_and_leaves_nothing(
+    state: State, session_fleet: SessionFleet
+) -> None:
+    deployment = session_fleet.deployment
+    frontend, worker = state.frontend.process, state.survivor
+    segments = segments_of(frontend) | segments_of(worker)
+    assert segments
+    frontend.signal(signal.SIGINT)
+    worker.signal(signal.SIGTERM)
+    assert frontend.wait(30.0) in (0, 130)
+    assert worker.wait(30.0) == 0
+    wait_until(lambda: frontend.family() + worker.family() == [], 5.0, "no child left")
+    session_fleet.vllm.end()
+    assert [name for name in segments if (SHM / name).exists()] == []
+    assert left_in(deployment) == []
+
+
+def left_in(deployment: Deployment) -> list[str]:
+    """What a deployment leaves in its directories, the seed that is meant to stay left out."""
+    files = [*deployment.registry.rglob("*"), *deployment.temporary.rglob("*")]
+    return [str(f) for f in files if not f.is_dir() and f.name != "identity-seed"]
