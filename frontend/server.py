@@ -30,7 +30,8 @@ from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
 from frontend.worker_pool import WorkerPool
-from transfer.arena import Arena, sweep_dead_arenas
+from transfer.arena import Arena
+from transfer.arena_file import sweep_dead_arenas
 from transfer.engine_facts import shared_facts
 from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.messages import PROTOCOL_VERSION, Hello

@@ -25,7 +25,6 @@ from pathlib import Path
 from types import TracebackType
 
 from transfer.arena_file import create_file, take_space, unlink_own
-from transfer.arena_file import sweep_dead_arenas as sweep_dead_arenas
 from transfer.arena_layout import (
     ENTRY_HEADER_BYTES,
     IDENTITY_LENGTHS,

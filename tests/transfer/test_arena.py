@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from transfer import arena_file
-from transfer.arena import Arena, sweep_dead_arenas
+from transfer.arena import Arena
+from transfer.arena_file import sweep_dead_arenas
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaFull, ArenaGone, StaleRef
 from transfer.leases import Lease
