@@ -1,6 +1,6 @@
 """What every benchmark ends with: one JSON line per metric on standard output.
 
-    {"metric": "request_bytes_beyond_tokens", "value": 790, "unit": "B", "goal": "<=2048", "ok": true}
+    {"metric": "pixel_copies", "value": 1.0, "unit": "copies", "goal": "==1", "ok": true}
 
 A metric without a goal has ``goal`` and ``ok`` null. One that cannot be measured here has
 ``value`` null and a ``why``; it meets no goal.

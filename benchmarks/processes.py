@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # For POST /reset_prefix_cache and the like.
     "VLLM_SERVER_DEV_MODE": "1",
+    # Longer than any pause of a benchmark.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300",
     "VLLM_LOGGING_LEVEL": "INFO",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from frontend.arena_cache import ArenaProcessorCache
 from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import Routed, current_receipt
-from frontend.request_items import identify, with_tensors
+from frontend.request_items import identify, is_by_reference, with_tensors
 from frontend.router.block_hashes import RequestHasher
 from frontend.router.router import Route, Router
 from frontend.worker_pool import Worker, WorkerPool
@@ -76,6 +76,8 @@ class _Sent:
     started: bool = False
     """Whether a token has come back."""
     aborted: bool = False
+    in_parts: bool = False
+    """Whether its input streams in: what was sent earlier is not kept."""
     tries: set[str] = field(default_factory=set)
 
 
@@ -159,7 +161,9 @@ class RoutedEngineClient(AdminCalls):
             raise NoWorkers(self._worker_wait_timeout)
         if request.mm_features and self._cache is not None:
             identify(request, self._cache)
-        route, worker = self._route(request)
+        # A request whose input streams in comes in parts, all for one worker.
+        earlier = self._sent.get(request.request_id)
+        route, worker = self._route(request, earlier.worker if earlier else None)
         transfer = self._send(request, worker)
         routed = Routed(route.worker, route.overlap_blocks, route.prompt_blocks, transfer)
         self._metrics.count(routed)
@@ -213,10 +217,18 @@ class RoutedEngineClient(AdminCalls):
 
     # Sending.
 
-    def _route(self, request: EngineCoreRequest) -> tuple[Route, Worker]:
-        """Choose the worker and charge it, without giving up the event loop."""
+    def _route(
+        self,
+        request: EngineCoreRequest,
+        pinned: str | None = None,
+        tried: Set[str] = frozenset(),
+    ) -> tuple[Route, Worker]:
+        """Choose the worker and charge it, without giving up the event loop.
+
+        Raises:
+            NoWorkers: none is ready.
+        """
         workers = self.pool.ready_workers()
-        tried = sent.tries if (sent := self._sent.get(request.request_id)) else set()
         candidates = [name for name in workers if name not in tried] or list(workers)
         if not candidates:
             raise NoWorkers(0)
@@ -227,7 +239,7 @@ class RoutedEngineClient(AdminCalls):
             blocks,
             _num_tokens(request),
             candidates,
-            self._families.get(family) if family else None,
+            self._families.get(family) if family else pinned,
         )
         if family:
             self._families[family] = route.worker
@@ -240,11 +252,12 @@ class RoutedEngineClient(AdminCalls):
         transfer = "none"
         outgoing = request
         if request.mm_features:
-            transfer = "inline" if inline else worker.transfer
+            transfer = worker.transfer if is_by_reference(request) and not inline else "inline"
             if transfer == "inline":
                 outgoing = with_tensors(request, self._arena)
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
+        sent.in_parts |= request.resumable
         sent.tries.add(worker.name)
         worker.link.send(AddRequest(request.request_id), encode_payload(outgoing))
         return transfer
@@ -272,7 +285,7 @@ class RoutedEngineClient(AdminCalls):
         failed = []
         for sent in theirs:
             request_id = sent.request.request_id
-            if sent.aborted or sent.started or not self._resend(sent):
+            if sent.aborted or sent.started or sent.in_parts or not self._resend(sent):
                 self._forget(request_id)
                 if not sent.aborted:
                     failed.append(request_id)
@@ -338,7 +351,7 @@ class RoutedEngineClient(AdminCalls):
         if family:
             self._families.pop(family, None)
         try:
-            route, worker = self._route(sent.request)
+            route, worker = self._route(sent.request, tried=sent.tries)
         except NoWorkers:
             return False
         self._metrics.moved.inc()

@@ -46,6 +46,11 @@ def identify(request: EngineCoreRequest, cache: ArenaProcessorCache) -> None:
         request.mm_features = identified
 
 
+def is_by_reference(request: EngineCoreRequest) -> bool:
+    """Whether all items are references: none had to stay whole for want of room."""
+    return all(f.data is not None and is_packed(f.data) for f in request.mm_features or ())
+
+
 def with_tensors(request: EngineCoreRequest, arena: Arena | None) -> EngineCoreRequest:
     """``request`` with tensors, over the arena's memory, in place of references.
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq.asyncio
 
+from transfer.errors import BadMessage
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
 from transfer.messages import (
     Bye,
@@ -220,7 +221,10 @@ class WorkerPool:
                 case Pong():
                     pass
                 case _ if worker.epoch:
-                    self._events.on_message(worker, message, payload)
+                    try:
+                        self._events.on_message(worker, message, payload)
+                    except BadMessage as error:
+                        self._lose(worker, f"sends what cannot be read ({error})")
 
     def _admit(self, worker: Worker, ready: Ready) -> None:
         if worker.epoch == ready.epoch:
@@ -250,9 +254,9 @@ class WorkerPool:
         """Let requests go to a worker once it has been brought up to date."""
         try:
             await self._events.prepare(worker)
-        except Exception:  # whatever it is, this worker cannot be used
+        except Exception as error:  # whatever it is, this worker cannot be used
             logger.exception("worker %s cannot be used", worker.name)
-            worker.refused = "could not be brought up to date"
+            worker.refused = str(error)
             return
         worker.ready = True
         self._some_ready.set()

@@ -191,9 +191,7 @@ class FakeEngine:
 
     def _run_step(self, request: EngineCoreRequest) -> None:
         new = SimpleNamespace(mm_features=list(request.mm_features or ()))
-        self.reader.execute_model(
-            cast("Any", SimpleNamespace(scheduled_new_reqs=[new]))
-        )
+        self.reader.execute_model(cast("Any", SimpleNamespace(scheduled_new_reqs=[new])))
         self.pixels[request.request_id] = [
             feature.data["pixel_values"].data for feature in new.mm_features
         ]

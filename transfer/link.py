@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ HEARTBEAT_SECONDS = 1.0
 
 LAST_WORDS_MS = 200
 """How long closing may take to get a last message out, in milliseconds."""
+
+_MAPPED_IPV4 = re.compile(r"^tcp://\[::ffff:([0-9.]+)\]:")
+"""How a socket that speaks IPv6 too names an IPv4 address."""
 
 
 class _Socket:
@@ -158,7 +162,7 @@ def _bind(socket: zmq.asyncio.Socket, address: str) -> str:
         # ZeroMQ makes the socket file with the umask's mode: only our user may speak.
         Path(address.removeprefix("ipc://")).chmod(0o600)
     bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    return bound
+    return _MAPPED_IPV4.sub(r"tcp://\1:", bound)
 
 
 def _unlink_ipc(address: str) -> None:

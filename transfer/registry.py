@@ -13,12 +13,13 @@ and whoever comes along sweeps it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
@@ -119,9 +120,8 @@ class Registry:
                 found[record.worker] = record
         return found
 
-    async def watch(self) -> AsyncIterator[dict[str, WorkerRecord]]:
+    async def watch(self) -> AsyncGenerator[dict[str, WorkerRecord]]:
         """Yield ``records()`` now and after every change."""
-        yield self.records()
         changes = watchfiles.awatch(
             self.path,
             watch_filter=lambda _, path: path.endswith(".json"),
@@ -130,8 +130,16 @@ class Registry:
             yield_on_timeout=True,  # a file system without events is read anyway
             rust_timeout=5000,
         )
-        async for _ in changes:
-            yield self.records()
+        # Watched before it is read for the first time, so that nothing falls in between.
+        news = asyncio.ensure_future(anext(changes))
+        await asyncio.sleep(0)
+        try:
+            while True:
+                yield self.records()
+                await news
+                news = asyncio.ensure_future(anext(changes))
+        finally:
+            news.cancel()
 
 
 def default_root() -> Path:

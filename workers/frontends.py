@@ -74,10 +74,13 @@ class Frontends:
         return [f.name for f in self._by_name.values() if f.last_seen < deadline]
 
     def begin(self, frontend: Frontend, request_id: str) -> bool:
-        """Note the owner of a request. False when a request of that id is running."""
-        if request_id in self._owners:
+        """Note the owner of a request. False when another frontend has one of that id.
+
+        The same frontend may send more input for a request that streams in.
+        """
+        owner = self._owners.setdefault(request_id, frontend)
+        if owner is not frontend:
             return False
-        self._owners[request_id] = frontend
         frontend.requests.add(request_id)
         return True
 

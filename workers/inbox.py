@@ -150,6 +150,10 @@ class Inbox:
         except TransferError as error:
             self._link.send(frontend.name, TensorsMissing(request_id, str(error)))
             return
+        if request.sampling_params is not None and request.sampling_params.extra_args:
+            # Clients may ask the engine to announce reused blocks as if they were new:
+            # they would be counted as copies that never go.
+            request.sampling_params.extra_args.pop("kv_cache_report_mode", None)
         if not self._frontends.begin(frontend, request_id):
             self._outbox.fail(frontend.name, request_id, "a request of this id is running")
             return

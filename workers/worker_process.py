@@ -174,9 +174,18 @@ async def _follow_kv_events(
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     socket.connect(endpoint)
+    expected = None
     try:
         while True:
-            *_, batch = await socket.recv_multipart()
+            _, number, batch = await socket.recv_multipart()
+            received = int.from_bytes(number, "big")
+            if expected is not None and received != expected:
+                # Blocks that stay resident are not announced again: forget them all
+                # rather than promise what may be gone.
+                logger.error("%d batches of KV events were lost", received - expected)
+                if (delta := state.clear()) is not None:
+                    publisher.publish(delta)
+            expected = received + 1
             if (delta := state.apply(batch)) is not None:
                 publisher.publish(delta)
     finally:

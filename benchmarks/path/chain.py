@@ -59,6 +59,7 @@ from benchmarks.path.chain_processes import (
     run_engine,
     run_runner,
     run_worker,
+    total_bytes,
 )
 from benchmarks.path.facts import demo_facts
 from frontend.arena_cache import ArenaProcessorCache
@@ -110,7 +111,9 @@ def make_item(nbytes: int, number: int) -> MultiModalKwargsItem:
     })
 
 
-def make_request(request_id: str, item: MultiModalKwargsItem, tokens: int) -> EngineCoreRequest:
+def make_request(
+    request_id: str, item: MultiModalKwargsItem, tokens: int
+) -> EngineCoreRequest:
     """The request for one picture and nothing else."""
     feature = MultiModalFeatureSpec(
         data=item,
@@ -177,7 +180,7 @@ class Chain:
         frames = (EngineCoreRequestType.ADD.value, *self._encoder.encode(request))
         await self._plain.send_multipart((ENGINE, *frames), copy=False)
         times = {"started": started, "sent": time.monotonic()}
-        counts = {"frontend": sum(memoryview(frame).nbytes for frame in frames)}
+        counts = {"frontend": total_bytes(frames)}
         return await self._collect(Passage(times, counts), request_id, {"usable"})
 
     async def pass_foveal(self, item: MultiModalKwargsItem) -> Passage:
@@ -194,7 +197,7 @@ class Chain:
         self._link.send(message, payload)
         times = {"started": started, "stored": put, "sent": time.monotonic()}
         times["hashed"] = started + self.hasher.last_seconds
-        counts = {"frontend": sum(memoryview(frame).nbytes for frame in payload)}
+        counts = {"frontend": total_bytes(payload)}
         # `request` holds the lease while the runner looks.
         passage = await self._collect(
             Passage(times, counts), request_id, {"usable", "forwarded"}
@@ -229,7 +232,7 @@ class Chain:
         self._reports.bind(addresses.reports)
         self._gate = context.socket(zmq.PUSH)
         self._gate.bind(addresses.gate)
-        self._plain = make_zmq_socket(context, addresses.plain, zmq.ROUTER, bind=True)
+        self._plain: Any = make_zmq_socket(context, addresses.plain, zmq.ROUTER, bind=True)
 
         spawn = multiprocessing.get_context("spawn")
         from_engine, of_engine = spawn.Pipe()

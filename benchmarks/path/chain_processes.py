@@ -7,7 +7,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -57,6 +57,11 @@ class Addresses(msgspec.Struct, frozen=True):
     @classmethod
     def within(cls, directory: Path) -> Addresses:
         return cls(*(f"ipc://{directory}/{name}" for name in cls.__struct_fields__))
+
+
+def total_bytes(frames: Iterable[Any]) -> int:
+    """Add up what the frames of a message hold."""
+    return sum(memoryview(frame).nbytes for frame in frames)
 
 
 class Report(msgspec.Struct, array_like=True):
@@ -109,7 +114,9 @@ class _EngineLine:
     def __init__(
         self, context: zmq.asyncio.Context, addresses: Addresses, link: _StampedLink
     ) -> None:
-        self._socket = make_zmq_socket(context, addresses.routed, zmq.ROUTER, bind=True)
+        self._socket: Any = make_zmq_socket(
+            context, addresses.routed, zmq.ROUTER, bind=True
+        )
         self._reports = context.socket(zmq.PUSH)
         self._reports.connect(addresses.reports)
         self._encoder = MsgpackEncoder()
@@ -122,7 +129,7 @@ class _EngineLine:
         frames = (EngineCoreRequestType.ADD.value, *self._encoder.encode(request))
         await self._socket.send_multipart((ENGINE, *frames), copy=False)
         times = {"received": self._link.received, "forwarded": time.monotonic()}
-        counts = {"worker": sum(memoryview(frame).nbytes for frame in frames)}
+        counts = {"worker": total_bytes(frames)}
         report = Report(request.request_id, times, counts)
         await self._reports.send(msgspec.msgpack.encode(report))
 
@@ -140,7 +147,7 @@ def run_engine(addresses: Addresses, pipe: Connection) -> None:
     context = zmq.Context()
     reports = context.socket(zmq.PUSH)
     reports.connect(addresses.reports)
-    broadcast = MessageQueue(1, 1)
+    broadcast: Any = MessageQueue(1, 1)
     counted = _CountingSocket(broadcast.local_socket)
     pipe.send(broadcast.export_handle())
     broadcast.wait_until_ready()
@@ -215,7 +222,7 @@ class _CountingSocket:
         self.nbytes = 0
 
     def send_multipart(self, buffers: list[Any], **options: Any) -> Any:
-        self.nbytes += sum(memoryview(buffer).nbytes for buffer in buffers)
+        self.nbytes += total_bytes(buffers)
         return self._socket.send_multipart(buffers, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -274,7 +281,9 @@ class _Model:
         flat.view(torch.int64).sum().item()
         self._report(request.req_id, {"read begun": begun, "read": time.monotonic()}, {})
 
-    def _report(self, request_id: str, times: dict[str, float], counts: dict[str, int]) -> None:
+    def _report(
+        self, request_id: str, times: dict[str, float], counts: dict[str, int]
+    ) -> None:
         self._reports.send(msgspec.msgpack.encode(Report(request_id, times, counts)))
 
 

@@ -125,7 +125,7 @@ def _look_at_arena(chain: Chain, passage: Passage) -> tuple[int, bool]:
     if mapping is None:
         return 0, True
     inside = mapping.holds(passage.counts["address"], passage.counts["nbytes"])
-    return mapping.private_dirty, not inside
+    return mapping.own_pages, not inside
 
 
 def _in_pictures(nbytes: int) -> str:

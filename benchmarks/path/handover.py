@@ -7,6 +7,7 @@ pays for its pages when they are first read, and a copy has paid before.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
 
 from benchmarks.metrics import Metric, median_ratio, rounded
@@ -77,7 +78,7 @@ def _explain(plain: list[Passage], foveal: list[Passage]) -> None:
     ):
         steps = " ".join(
             f"{until} {_ms([p.seconds(since, until) for p in passages])}"
-            for since, until in zip(stages, stages[1:], strict=False)
+            for since, until in pairwise(stages)
         )
         print(f"      {way}: {steps}")
 

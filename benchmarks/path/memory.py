@@ -51,8 +51,9 @@ class Mapping:
     end: int
     inode: int
     path: str
-    private_dirty: int
-    """Bytes that the process has as a copy of its own."""
+    own_pages: int
+    """Bytes in pages that it has copied by writing. ``Private_Dirty`` would not do: it has
+    every dirty page that nobody else happens to have mapped."""
 
     def holds(self, address: int, nbytes: int) -> bool:
         return self.start <= address and address + nbytes <= self.end
@@ -74,8 +75,8 @@ def parse_mappings(smaps: str) -> list[Mapping]:
         if head is None:
             continue
         start, end, inode, path = head.groups()
-        dirty = parse_sizes(block).get("Private_Dirty", 0)
-        mappings.append(Mapping(int(start, 16), int(end, 16), int(inode), path, dirty))
+        own_pages = parse_sizes(block).get("Anonymous", 0)
+        mappings.append(Mapping(int(start, 16), int(end, 16), int(inode), path, own_pages))
     return mappings
 
 

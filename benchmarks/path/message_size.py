@@ -20,6 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from benchmarks.client import Client
 from benchmarks.metrics import Metric
+from benchmarks.path.chain_processes import total_bytes
 from benchmarks.path.facts import demo_facts
 from benchmarks.processes import (
     CHECKPOINT,
@@ -75,7 +76,7 @@ def size_of(frames: Sequence[Frame]) -> RequestSize:
     items = [f.data for f in request.mm_features or () if f.data is not None]
     tokens = request.prompt_token_ids or []
     return RequestSize(
-        total=sum(memoryview(frame).nbytes for frame in frames),
+        total=total_bytes(frames),
         tokens=len(tokens),
         token_bytes=len(msgspec.msgpack.encode(tokens)),
         pixel_bytes=sum(read_reference(i).entry.nbytes for i in items if is_packed(i)),

@@ -121,8 +121,6 @@ class Deployment:
         self.directory = Path(tempfile.mkdtemp(prefix="fv-"))
         self.registry = self.directory / "r"
         self.registry.mkdir(mode=0o700)
-        self.temporary = self.directory / "tmp"
-        self.temporary.mkdir()
         self.processes: list[Process] = []
         self._servers: list[Server] = []
 
@@ -179,6 +177,19 @@ class Deployment:
             name = server.process.log.stem
             wait_until(lambda s=server: is_ready(s), READY_SECONDS, f"{name} ready")
 
+    def left_by(self, *ended: Process) -> list[str]:
+        """What processes that have ended left in their temporary directories."""
+        return [
+            str(path)
+            for process in ended
+            for path in sorted((self.directory / process.log.stem).rglob("*"))
+        ]
+
+    def announced(self) -> list[str]:
+        """What is in the registry, besides the seed that is meant to stay."""
+        files = self.registry.glob("*/*")
+        return sorted(str(path) for path in files if path.name != "identity-seed")
+
     def end(self) -> None:
         for server in self._servers:
             server.end()
@@ -204,11 +215,13 @@ class Deployment:
         env: Mapping[str, str],
         before: Sequence[str] = (),
     ) -> Process:
-        number = sum(p.log.name.startswith(name) for p in self.processes) + 1
+        title = f"{name}-{len(self.processes) + 1}"
+        temporary = self.directory / title
+        temporary.mkdir()
         process = Process(
             [*before, sys.executable, *command],
-            self.logs / f"{name}-{number}.log",
-            {**os.environ, "TMPDIR": str(self.temporary), **env},
+            self.logs / f"{title}.log",
+            {**os.environ, "TMPDIR": str(temporary), **env},
             ROOT,
         )
         self.processes.append(process)

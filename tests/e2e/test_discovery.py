@@ -130,5 +130,5 @@ def test_a_worker_that_leaves_is_missed_and_leaves_nothing(alone: Alone) -> None
         assert frontend.http.get("/health").status_code == 503
     assert worker.wait(30.0) == 0
     wait_until(lambda: worker.family() == [], 5.0, "no child left")
-    here = alone.deployment.registry / "here"
-    assert [path.name for path in here.iterdir() if path.name != "identity-seed"] == []
+    assert alone.deployment.left_by(worker) == []
+    assert alone.deployment.announced() == []

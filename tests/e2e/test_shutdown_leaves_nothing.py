@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.answers import answer_of, differences
 from tests.e2e.cases import CASES, CHAT, Case, chat_body, shown, user
 from tests.e2e.conftest import SessionFleet
-from tests.e2e.fleet import Deployment, Frontend
+from tests.e2e.fleet import Frontend
 from tests.e2e.pictures import pattern
 from tests.e2e.processes import Process, wait_until
 
@@ -141,12 +141,6 @@ def test_what_is_stopped_ends_in_good_order_and_leaves_nothing(
     assert frontend.wait(30.0) in (0, 130)
     assert worker.wait(30.0) == 0
     wait_until(lambda: frontend.family() + worker.family() == [], 5.0, "no child left")
-    session_fleet.vllm.end()
     assert [name for name in segments if (SHM / name).exists()] == []
-    assert left_in(deployment) == []
-
-
-def left_in(deployment: Deployment) -> list[str]:
-    """What a deployment leaves in its directories, the seed that is meant to stay left out."""
-    files = [*deployment.registry.rglob("*"), *deployment.temporary.rglob("*")]
-    return [str(f) for f in files if not f.is_dir() and f.name != "identity-seed"]
+    assert deployment.left_by(frontend, worker) == []
+    assert deployment.announced() == []

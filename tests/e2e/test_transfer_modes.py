@@ -24,7 +24,7 @@ SOME_CASES = [
     if case.name
     in (
         "picture_too_large_to_keep", "picture_astronaut", "four_pictures", "streamed",
-        "pictures_over_several_turns", "frames_of_a_video", "three_answers", "json_schema",
+        "pictures_over_several_turns", "frames_of_a_video", "two_answers", "json_schema",
     )
 ]
 

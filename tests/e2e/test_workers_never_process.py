@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,10 +61,11 @@ def test_a_processor_called_in_the_trap_raises(
 
 
 def test_workers_in_the_trap_answer_about_pictures_that_are_new(frontend: Frontend) -> None:
-    served = set()
-    for number in range(8):
-        picture = shown(pattern(150, 150, 4000 + number))
-        response = frontend.ask(CHAT, chat_body(user(picture, "What is it?")))
-        assert response.headers["x-foveal-transfer"] == "shm"
-        served.add(response.headers["x-foveal-worker"])
+    pictures = [shown(pattern(400, 400, 4000 + number)) for number in range(8)]
+    bodies = [chat_body(user(picture, "What is it?")) for picture in pictures]
+    # All at once, so that one worker will not do.
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = list(pool.map(lambda body: frontend.ask(CHAT, body), bodies))
+    assert {answer.headers["x-foveal-transfer"] for answer in answers} == {"shm"}
+    served = {answer.headers["x-foveal-worker"] for answer in answers}
     assert served == frontend.workers().keys()

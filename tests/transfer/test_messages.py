@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import warnings
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
-import cloudpickle
 import msgspec
 import numpy as np
 import pytest
@@ -80,7 +82,9 @@ def outputs_with_arrays() -> EngineCoreOutputs:
         pooling_output=torch.arange(2000.0),
         finish_reason=FinishReason.STOP,
     )
-    return EngineCoreOutputs(outputs=[output], scheduler_stats=SchedulerStats(3), timestamp=1.5)
+    return EngineCoreOutputs(
+        outputs=[output], scheduler_stats=SchedulerStats(3), timestamp=1.5
+    )
 
 
 @pytest.mark.parametrize("message", ALL_MESSAGES, ids=lambda m: type(m).__name__)
@@ -132,29 +136,30 @@ def test_outputs_come_out_with_their_arrays() -> None:
 
 
 class Trap:
-    """Tells when it is unpickled."""
+    """Makes a directory when it is unpickled."""
 
-    sprung: ClassVar[list[str]] = []
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Trap.sprung.append, ("unpickled",)
+        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("code", [CUSTOM_TYPE_PICKLE, CUSTOM_TYPE_CLOUDPICKLE])
 @pytest.mark.parametrize("decoder", [decode_request, decode_outputs, decode_anything])
 def test_pickle_is_refused_although_the_environment_allows_it(
-    monkeypatch: pytest.MonkeyPatch, decoder: Any, code: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, decoder: Any, code: int
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    monkeypatch.setattr(Trap, "sprung", [])
-    pickled = msgspec.msgpack.Ext(code, cloudpickle.dumps(Trap()))
+    trap = tmp_path / "sprung"
+    pickled = msgspec.msgpack.Ext(code, pickle.dumps(Trap(trap)))
     for value in (pickled, ["r", pickled], {"a": pickled}):
         with pytest.raises(BadMessage):
             decoder([msgspec.msgpack.encode(value)])
-    assert not Trap.sprung
+    assert not trap.exists()
     # vLLM's own decoder does open it here: the trap works.
     MsgpackDecoder().decode([msgspec.msgpack.encode(pickled)])
-    assert Trap.sprung
+    assert trap.exists()
 
 
 def test_types_named_by_the_sender_are_refused() -> None:

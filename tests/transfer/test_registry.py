@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -28,12 +27,6 @@ def record_of(name: str = "w", **changes: object) -> WorkerRecord:
         facts=make_facts(),
     )
     return msgspec.structs.replace(record, **changes)
-
-
-@asynccontextmanager
-async def watching(registry: Registry) -> AsyncIterator[AsyncIterator[dict[str, WorkerRecord]]]:
-    async with aclosing(registry.watch()) as changes:  # type: ignore[type-var]
-        yield changes
 
 
 def test_a_worker_is_found_as_it_announced_itself(registry: Registry) -> None:
@@ -133,7 +126,7 @@ def test_without_a_registry_each_user_has_one(
 @pytest.mark.anyio
 async def test_a_watcher_hears_of_arrivals_and_departures(registry: Registry) -> None:
     registry.announce(record_of("first"))
-    async with watching(registry) as changes:
+    async with aclosing(registry.watch()) as changes:
         assert set(await within(anext(changes))) == {"first"}
         registry.announce(record_of("second"))
         while set(await within(anext(changes))) != {"first", "second"}:
