@@ -1,4 +1,7 @@
-"""vLLM's CPU worker, reading tensors from arenas."""
+"""vLLM's CPU worker, reading tensors from arenas.
+
+vLLM names relied on: v1.worker.cpu_worker.CPUWorker.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""vLLM's GPU worker, reading tensors from arenas. Not exercised by the tests: no GPU."""
+"""vLLM's GPU worker, reading tensors from arenas. Not exercised by the tests: no GPU.
+
+vLLM names relied on: v1.worker.gpu_worker.Worker.
+"""
 
 from __future__ import annotations
 

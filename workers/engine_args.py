@@ -27,7 +27,7 @@ from transfer.block_hash_root import root_hash_of
 from transfer.engine_facts import shared_facts
 from transfer.messages import WorkerFacts
 
-_WORKER_CLASS = {
+WORKER_CLASSES = {
     True: "workers.arena_cpu_worker.ArenaCPUWorker",
     False: "workers.arena_gpu_worker.ArenaGPUWorker",
 }
@@ -69,7 +69,7 @@ def engine_config(args: argparse.Namespace, sockets: Path) -> VllmConfig:
             "(frontends have --router-mode round-robin)"
         )
     if args.worker_cls == "auto":
-        engine_args.worker_cls = _WORKER_CLASS[current_platform.is_cpu()]
+        engine_args.worker_cls = WORKER_CLASSES[current_platform.is_cpu()]
     # Tensors come by reference from the frontends; nothing is processed here.
     engine_args.mm_processor_cache_gb = 0
     if engine_args.prefix_caching_hash_algo == "sha256":

@@ -1,4 +1,7 @@
-"""Which frontends talk to this worker, and which requests are whose."""
+"""Which frontends talk to this worker, and which requests are whose.
+
+vLLM names relied on: EngineCoreRequest.mm_features.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.e2e.pictures import pattern
 from tests.e2e.processes import Process, wait_until
 
 SHM = Path("/dev/shm")
-PICTURE_CASES = [case for case in CASES if case.name.startswith("picture_")][:10]
+PICTURE_CASES = [case for case in CASES if case.name.startswith("picture_")][:6]
 
 
 class State:

@@ -52,7 +52,8 @@ class Ends:
 
     def raw(self, kind: int) -> zmq.asyncio.Socket:
         """A socket for what our own ends would never send."""
-        socket: zmq.asyncio.Socket = self.ends.raw(kind)
+        socket: zmq.asyncio.Socket = self.context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
         return self._open.enter_context(socket)
 
     def close(self) -> None:

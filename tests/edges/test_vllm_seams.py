@@ -1,0 +1,189 @@
+"""What we rely on in vLLM. When one of these fails, vLLM has changed there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server import entry
+from vllm.multimodal.cache import BaseMultiModalProcessorCache
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalFieldElem
+from vllm.multimodal.processing import processor
+from vllm.renderers import base as renderers_base
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched import output as scheduler_output
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import core as engine_core
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.worker.worker_base import WorkerBase
+
+from frontend.arena_cache import ArenaProcessorCache
+from frontend.engine_client import RoutedEngineClient
+from workers.inbox import ENGINE_CALLS
+
+NOT_WHEN_ROUTED = {
+    "prepare_elastic_ep": "scaling one engine's experts; add workers instead",
+    "commit_elastic_ep": "scaling one engine's experts; add workers instead",
+    "handle_fault": "fault tolerance of one engine's ranks",
+    "get_status": "fault tolerance of one engine's ranks",
+    "compute_weight_checksums_async": "development endpoint",
+    "get_kv_event_sources": "frontends get KV events from workers",
+}
+"""Methods of the engine client that AsyncLLM calls and a fleet does not have, and why."""
+
+
+def source_of(thing: Any) -> str:
+    return inspect.getsource(thing)
+
+
+def parameters_of(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def methods_called_on_the_engine() -> set[str]:
+    """Names X in ``self.engine_core.X(...)`` and ``engine_core.X(...)`` of AsyncLLM."""
+    called = set()
+    for node in ast.walk(ast.parse(source_of(inspect.getmodule(AsyncLLM)))):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        owner = node.func.value
+        name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+        if name == "engine_core":
+            called.add(node.func.attr)
+    return called
+
+
+@pytest.mark.parametrize("method", sorted(methods_called_on_the_engine()))
+def test_what_async_llm_calls_is_there(method: str) -> None:
+    ours = getattr(RoutedEngineClient, method, None)
+    inherited = ours is getattr(EngineCoreClient, method, None)
+    assert not inherited or method in NOT_WHEN_ROUTED, f"frontend/: AsyncLLM calls {method}"
+
+
+@pytest.mark.parametrize("method", sorted(methods_called_on_the_engine() - set(NOT_WHEN_ROUTED)))
+def test_our_engine_client_takes_what_async_llm_passes(method: str) -> None:
+    theirs = getattr(AsyncMPClient, method)
+    assert parameters_of(getattr(RoutedEngineClient, method)) == parameters_of(theirs)
+
+
+def test_the_engine_client_is_made_by_name() -> None:
+    source = source_of(AsyncLLM.__init__)
+    assert "EngineCoreClient.make_async_mp_client(" in source
+    assert "renderer=renderer" in source
+
+
+def test_the_processor_caches_are_made_by_name() -> None:
+    source = source_of(renderers_base.BaseRenderer.__init__)
+    assert "self._mm_processor_cache = processor_cache_from_config(config)" in source
+    assert "self._mm_processor_only_cache = processor_only_cache_from_config(" in source
+    assert "self._resources.callback(self._mm_processor_cache.close)" in source
+
+
+def test_client_uuids_pass_through_one_method() -> None:
+    source = source_of(renderers_base.BaseRenderer._process_multimodal)
+    assert "self._process_mm_uuids(" in source
+
+
+def test_the_app_is_built_by_name() -> None:
+    assert "build_app(args" in source_of(entry.build_and_serve)
+    assert "args.middleware" in source_of(
+        inspect.getmodule(entry.__dict__["build_app"]).init_entrypoints_middleware  # type: ignore[union-attr]
+    )
+
+
+def test_the_processor_asks_the_cache_in_this_order() -> None:
+    source = source_of(processor.BaseMultiModalProcessor._merge_mm_kwargs)
+    assert source.index("touch_sender_cache_item") < source.index("get_and_update_item")
+    looks = source_of(processor.BaseMultiModalProcessor._get_cache_missing_items)
+    assert "cache.is_cached(hashes)" in looks
+
+
+def test_our_cache_has_all_that_a_processor_cache_has() -> None:
+    assert not ArenaProcessorCache.__abstractmethods__
+    for name in ("is_cached_item", "get_and_update_item", "make_stats", "validate_input_item"):
+        ours = parameters_of(getattr(ArenaProcessorCache, name))
+        assert ours == parameters_of(getattr(BaseMultiModalProcessorCache, name)), name
+
+
+def test_the_identifier_ends_with_the_hash() -> None:
+    assert 'f"{lora_request.lora_name}:{mm_hash}"' in source_of(
+        InputProcessor._get_mm_identifier
+    )
+
+
+def test_the_children_of_a_request_are_numbered_before_its_id() -> None:
+    assert 'f"{index}_{self.request_id}"' in source_of(ParentRequest.get_child_info)
+
+
+@pytest.mark.parametrize(
+    "struct, names",
+    [
+        (EngineCoreRequest, {"request_id", "prompt_token_ids", "mm_features", "resumable",
+                             "sampling_params", "prompt_embeds", "cache_salt"}),
+        (EngineCoreOutput, {"request_id", "new_token_ids", "finish_reason"}),
+        (EngineCoreOutputs, {"engine_index", "outputs", "scheduler_stats", "timestamp",
+                             "weight_version", "utility_output"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_messages_have_the_fields_we_use(
+    struct: type[msgspec.Struct], names: set[str]
+) -> None:
+    assert names <= set(struct.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    "dataclass, names",
+    [
+        (MultiModalFeatureSpec, {"data", "modality", "identifier", "mm_position", "mm_hash"}),
+        (MultiModalFieldElem, {"data", "field"}),
+        (SchedulerStats, {"num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs",
+                          "kv_cache_usage"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_dataclasses_have_the_fields_we_use(dataclass: Any, names: set[str]) -> None:
+    assert names <= {field.name for field in fields(dataclass)}
+
+
+def test_covered_items_are_stripped_to_their_cpu_fields() -> None:
+    source = source_of(scheduler_output)
+    assert "strip_covered_mm_data(" in source
+
+
+def test_the_engine_process_is_started_by_the_name_that_we_replace() -> None:
+    assert "target=EngineCoreProc.run_engine_core" in source_of(
+        engine_utils.CoreEngineProcManager.__init__
+    )
+
+
+@pytest.mark.parametrize("method", sorted(ENGINE_CALLS))
+def test_the_engine_has_what_frontends_may_call(method: str) -> None:
+    assert hasattr(engine_core.EngineCoreProc, method)
+
+
+def test_something_can_be_asked_of_every_model_runner() -> None:
+    assert callable(WorkerBase.synchronize_device)
+
+
+def test_blocks_are_hashed_by_one_function() -> None:
+    assert parameters_of(kv_cache_utils.get_request_block_hasher) == [
+        "hash_block_size", "caching_hash_fn",
+    ]
+    assert "get_request_block_hasher(" in source_of(engine_core.EngineCore.__init__)
+
+
+def test_engine_flags_have_the_names_that_a_worker_sets() -> None:
+    names = {field.name for field in fields(AsyncEngineArgs)}
+    assert {"worker_cls", "mm_processor_cache_gb", "prefix_caching_hash_algo",
+            "kv_events_config", "data_parallel_size", "enable_prefix_caching"} <= names
