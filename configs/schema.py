@@ -22,7 +22,7 @@ def setting(default: Any, help: str, *, env: str | None = None, **limits: Any) -
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DiscoverySettings(_Settings):

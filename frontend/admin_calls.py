@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from frontend.worker_pool import Worker
+from transfer.errors import BadMessage
 from transfer.messages import Call, CallResult, Frame, decode_payload_as, encode_payload
 
 CALL_SECONDS = 300.0
@@ -37,7 +38,10 @@ class AdminCalls(EngineCoreClient):
 
     async def bring_up_to_date(self, worker: Worker) -> None:
         """Give a worker that has come later what the others were given."""
-        for lora in self._loras.values():
+        given: set[int] = set()
+        while missing := self._loras.keys() - given:  # more may be added meanwhile
+            lora = self._loras[min(missing)]
+            given.add(lora.lora_int_id)
             await self._call_worker(worker, "add_lora", (lora,))
 
     def fail_calls(self, worker: str) -> None:
@@ -55,8 +59,11 @@ class AdminCalls(EngineCoreClient):
             return
         if message.error is not None:
             future.set_exception(RuntimeError(message.error))
-        else:
+            return
+        try:
             future.set_result(decode_payload_as(object, payload))
+        except BadMessage as error:
+            future.set_exception(error)
 
     async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         return list(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -86,8 +86,16 @@ class _Hold:
 class ArenaProcessorCache(BaseMultiModalProcessorCache):
     """One cache for all of the renderer's paths. Safe to call from several threads."""
 
-    def __init__(self, arena: Arena | None, hasher: IdentityHasher, model: str) -> None:
+    def __init__(
+        self,
+        arena: Arena | None,
+        hasher: IdentityHasher,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock`` returns seconds and never goes back."""
         super().__init__()
+        self._clock = clock
         self._arena = arena
         self._hasher = hasher
         self._model = model
@@ -109,13 +117,13 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
                 return True
             if (hold := self._holds.get(mm_hash)) is not None:
                 hold.waiting += 1
-                hold.until = time.monotonic() + HOLD_SECONDS
+                hold.until = self._clock() + HOLD_SECONDS
                 return True
             lease = self._lease(known)
             if lease is None:
                 del self._processed[mm_hash]  # evicted from the arena since
                 return False
-            self._holds[mm_hash] = _Hold(lease, time.monotonic() + HOLD_SECONDS)
+            self._holds[mm_hash] = _Hold(lease, self._clock() + HOLD_SECONDS)
             return True
 
     def get_and_update_item(
@@ -151,14 +159,18 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
         Where the arena has no room the item is returned whole, to travel inline.
 
         Raises:
-            VLLMValidationError: the item already holds a reference. Those are made here
-                only; one that comes from outside would read other people's images.
+            VLLMValidationError: the item has a field without data, or already holds a
+                reference. Those are made here only; one that comes from outside would
+                read other people's images.
         """
         if is_packed(item):
             raise VLLMValidationError("multimodal items must hold data, not references")
-        identity = self._hasher.digest(
-            ((name, elem.data) for name, elem in item.items()), self._model
-        )
+        try:
+            identity = self._hasher.digest(
+                ((name, elem.data) for name, elem in item.items()), self._model
+            )
+        except TypeError as error:
+            raise VLLMValidationError(f"a multimodal item without data: {error}") from error
         tensors = plan(item)
         if tensors is None or self._arena is None:
             return IdentifiedItem(item, identity.hex(), None)
@@ -207,15 +219,14 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
         return lease
 
     def _end_old_holds(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for mm_hash in [h for h, hold in self._holds.items() if hold.until < now]:
             self._holds.pop(mm_hash).lease.release()
 
     def _forget_evicted(self) -> None:
         """Keep the map from growing past what the arena still holds."""
-        if self._arena is None:
-            return
-        limit = 2 * self._arena.stats().entries + 1024
+        entries = self._arena.stats().entries if self._arena is not None else 0
+        limit = 2 * entries + 1024
         while len(self._processed) > limit:
             # Oldest first; an entry still in the arena is merely processed again.
             del self._processed[next(iter(self._processed))]

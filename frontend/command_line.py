@@ -52,8 +52,10 @@ def parse(arguments: Sequence[str]) -> tuple[FrontendConfig, argparse.Namespace]
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise BadSetting(str(error).removeprefix("Error: ")) from error
-    if settings.http_port is not None:
+    # vLLM's flags for the same two come before our environment variables.
+    unset = args.port == parser.get_default("port")
+    if settings.http_port is not None and (unset or args.http_port is not None):
         args.port = settings.http_port
-    if args.host is None or settings.http_host is not None:
+    if args.host is None or args.http_host is not None:
         args.host = settings.http_host or LOOPBACK
     return settings, args

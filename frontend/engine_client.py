@@ -77,7 +77,9 @@ class _Sent:
     """Whether a token has come back."""
     aborted: bool = False
     in_parts: bool = False
-    """Whether its input streams in: what was sent earlier is not kept."""
+    """Whether its input streams in."""
+    parts: list[EngineCoreRequest] = field(default_factory=list)
+    """All that was sent of it, kept for the tensors; the last is the one to send again."""
     tries: set[str] = field(default_factory=set)
 
 
@@ -258,6 +260,8 @@ class RoutedEngineClient(AdminCalls):
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
         sent.in_parts |= request.resumable
+        if not any(part is request for part in sent.parts):
+            sent.parts.append(request)
         sent.tries.add(worker.name)
         worker.link.send(AddRequest(request.request_id), encode_payload(outgoing))
         return transfer
@@ -343,13 +347,10 @@ class RoutedEngineClient(AdminCalls):
             return
         self._metrics.tensors_missing.inc()
         logger.warning("worker %s lacks tensors: %s", worker.name, message.reason)
-        self._send(sent.request, worker, inline=True)
+        self._send(sent.parts[-1], worker, inline=True)
 
     def _resend(self, sent: _Sent) -> bool:
         """Send a request that has produced nothing to another worker."""
-        family = _family(sent.request.request_id)
-        if family:
-            self._families.pop(family, None)
         try:
             route, worker = self._route(sent.request, tried=sent.tries)
         except NoWorkers:

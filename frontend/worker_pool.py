@@ -182,8 +182,8 @@ class WorkerPool:
             now = time.monotonic()
             for worker in self.workers:
                 if not worker.ready:
-                    if not worker.refused:
-                        worker.link.send(self._hello)
+                    # Also one that was refused: another may have taken its address.
+                    worker.link.send(self._hello)
                 elif worker.is_silent(now):
                     self._lose(worker, "does not answer")
                 else:
@@ -214,8 +214,7 @@ class WorkerPool:
                 case Ready():
                     self._admit(worker, message)
                 case Refused():
-                    worker.refused = message.reason
-                    logger.error("worker %s refuses us: %s", message.worker, message.reason)
+                    self._refuse(worker, message.worker, f"it refuses us: {message.reason}")
                 case Bye():
                     self._lose(worker, "has said goodbye")
                 case Pong():
@@ -231,10 +230,9 @@ class WorkerPool:
             return  # the answer to a repeated hello
         self._lose(worker, "was restarted")
         if problem := self._mismatch(ready.facts):
-            worker.refused = problem
-            worker.name = ready.worker
-            logger.error("refused worker %s: %s", ready.worker, problem)
+            self._refuse(worker, ready.worker, problem)
             return
+        worker.refused = ""
         self._agreed = self._agreed or ready.facts
         worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
         worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
@@ -243,7 +241,7 @@ class WorkerPool:
                 "--mm-transfer shm, but tensors for %s go inline: %s",
                 ready.worker, ready.transfer_reason,
             )
-        worker.kv = KvSubscriber(self._context, ready.kv_address)
+        worker.kv = KvSubscriber(self._context, _reachable(ready.kv_address, worker.address))
         self._watch_process(worker)
         worker.tasks += [
             asyncio.create_task(self._hear_deltas(worker, worker.kv), name="KV deltas"),
@@ -263,6 +261,11 @@ class WorkerPool:
         logger.info(
             "worker %s is ready (%s: %s)", worker.name, worker.transfer, worker.transfer_reason
         )
+
+    def _refuse(self, worker: Worker, name: str, problem: str) -> None:
+        if worker.refused != problem:  # it is asked again and again
+            logger.error("worker %s cannot be used: %s", name, problem)
+        worker.name, worker.refused = name, problem
 
     def _watch_process(self, worker: Worker) -> None:
         """Hear at once of the end of a process on this host."""
@@ -321,6 +324,14 @@ class WorkerPool:
 
 MAY_DIFFER = frozenset({"num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"})
 """Facts in which workers of one fleet need not agree."""
+
+
+def _reachable(address: str, via: str) -> str:
+    """``address``, on the host of ``via`` where it means every address of its host."""
+    for everywhere in ("tcp://0.0.0.0:", "tcp://[::]:"):
+        if address.startswith(everywhere):
+            return f"{via.rpartition(':')[0]}:{address.removeprefix(everywhere)}"
+    return address
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

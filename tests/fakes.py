@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,8 @@ from vllm.v1.engine import (
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from transfer.arena import Arena
+from transfer.arena_layout import SHM
 from transfer.block_hash_root import root_hash_of
 from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
@@ -174,6 +177,8 @@ class FakeEngine:
         self.step_over = asyncio.Event()
         """Not set while a step is under way: the model runner answers nothing then."""
         self.step_over.set()
+        self._turn = asyncio.Lock()
+        """What is asked of the model runner is answered in order."""
         self.pixels: dict[str, list[torch.Tensor]] = {}
         """The tensors that the model runner had for each request."""
         self.reader = make_reader()
@@ -195,6 +200,7 @@ class FakeEngine:
         self.pixels[request.request_id] = [
             feature.data["pixel_values"].data for feature in new.mm_features
         ]
+        self.reader.executed.clear()
 
     def say(self, request_id: str, *tokens: int, finished: bool = False) -> None:
         reason = FinishReason.LENGTH if finished else None
@@ -231,12 +237,13 @@ class FakeEngine:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        await self.step_over.wait()
-        if self.dead:
-            raise EngineDeadError()
-        if method == "synchronize_device":
-            return [None]
-        return [getattr(self.reader, method)(*args, **(kwargs or {}))]
+        async with self._turn:
+            await self.step_over.wait()
+            if self.dead:
+                raise EngineDeadError()
+            if method == "synchronize_device":
+                return [None]
+            return [getattr(self.reader, method)(*args, **(kwargs or {}))]
 
     def close(self) -> None:
         for name in list(self.reader._arenas):
@@ -372,5 +379,11 @@ class FakeWorker:
         self.registry.withdraw(self.name)
 
 
-def repository() -> Path:
-    return Path(__file__).parents[1]
+def handles_on(arena: Arena) -> int:
+    """How many open files of this process are the arena's; its owner has two."""
+    path = str(SHM / arena.id.name)
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            count += os.readlink(link) == path
+    return count

@@ -17,7 +17,7 @@ from transfer.arena_view import ArenaView
 from transfer.errors import TransferError
 from transfer.pack import is_packed, read_reference, resolve
 from transfer.tensor_ref import ArenaId
-from workers.process_death import die_with_parent
+from workers.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -40,10 +40,15 @@ class ArenaReader(_Base):
 
     def attach_arena(self, name: str, nonce: bytes) -> str:
         """Map a frontend's arena. Returns why not, or nothing when it worked."""
+        arena = ArenaId(name, nonce)
+        if name in self._arenas and self._arenas[name].id == arena:
+            return ""
         try:
-            self._arenas.setdefault(name, ArenaView(ArenaId(name, nonce)))
+            view = ArenaView(arena)
         except (TransferError, OSError) as error:
             return f"{type(error).__name__}: {error}"
+        self.detach_arena(name)
+        self._arenas[name] = view
         return ""
 
     def detach_arena(self, name: str) -> None:

@@ -83,6 +83,8 @@ class Inbox:
         self._seed_fingerprint = ready.facts.identity_seed_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: set[str] = set()
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """Frontends that have gone and are still being cleaned up after."""
 
     async def run(self) -> None:
         """Apply messages until cancelled or until the engine dies.
@@ -187,6 +189,9 @@ class Inbox:
         try:
             if (known := self._frontends.get(name)) is not None and known.arena != hello.arena:
                 self._drop(name)
+            if (leaving := self._leaving.get(name)) is not None:
+                # Else what is still to be unmapped would be what is mapped now.
+                await asyncio.wait([leaving])
             frontend = self._frontends.connect(name, time.monotonic())
             reason = await self._attach(frontend, hello)
             mode = "inline" if frontend.view is None else "shm"
@@ -226,7 +231,13 @@ class Inbox:
         frontend = self._frontends.get(name)
         if frontend is not None:
             left = self._frontends.disconnect(name)
-            self._start(self._clean_up(frontend, left))
+            task = self._start(self._clean_up(frontend, left))
+            self._leaving[name] = task
+            task.add_done_callback(lambda _: self._forget_leaving(name, task))
+
+    def _forget_leaving(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._leaving.get(name) is task:
+            del self._leaving[name]
 
     async def _clean_up(self, frontend: Frontend, left: list[str]) -> None:
         """Free what is held for a frontend that has gone."""
@@ -265,11 +276,12 @@ class Inbox:
         if delta is not None:
             self._kv_publisher.publish(delta)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_log_failure)
+        return task
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

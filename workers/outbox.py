@@ -74,7 +74,12 @@ class Outbox:
 
     async def abort(self, frontend: str, request_ids: list[str]) -> None:
         """Have the engine drop requests; ``Released`` follows when it has let go."""
-        running = [r for r in request_ids if self._frontends.end(r) is not None]
+        running = []
+        for request_id in request_ids:
+            owner = self._frontends.owner(request_id)
+            if owner is not None and owner.name == frontend:
+                self._frontends.end(request_id)
+                running.append(request_id)
         await self._engine.abort_requests_async(running)
         # Requests that have ended by themselves are confirmed too: whoever aborts waits.
         self._aborted += [(frontend, request_id) for request_id in request_ids]

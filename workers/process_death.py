@@ -9,28 +9,15 @@ CoreEngineProcManager starts by that name.
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.engine.core import EngineCoreProc
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from workers.parent_death import die_with_parent
 
 _run_engine_core = EngineCoreProc.run_engine_core
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:

@@ -26,6 +26,7 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
 
+    from benchmarks import machine
     from benchmarks.metrics import CannotMeasure, Metric, unmeasured
     from benchmarks.path.sections import PROMISED, run
     from benchmarks.processes import ended_by_sigterm
@@ -36,7 +37,8 @@ def main() -> int:
     try:
         with ended_by_sigterm():
             for name in (section for section in SECTIONS if section in chosen):
-                print(f"\n{name} ({time.monotonic() - began:.0f} s)", flush=True)
+                elapsed = time.monotonic() - began
+                print(f"\n{name} ({elapsed:.0f} s; {machine.describe()})", flush=True)
                 try:
                     metrics += run(name)
                 except CannotMeasure as why:

@@ -15,8 +15,9 @@ LOGPROB_TOLERANCE = 1e-4
 UNCOMPARED = frozenset({
     "id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id",
     "input_tokens_details", "prompt_tokens_details", "cached_tokens",
-    "cache_read_input_tokens", "input_tokens_per_turn", "output_tokens_per_turn",
-    "cached_tokens_per_turn", "kv_transfer_params", "system_fingerprint", "metrics",
+    "cache_read_input_tokens", "cache_creation_input_tokens", "cached_tokens_per_turn",
+    "input_tokens_per_turn", "output_tokens_per_turn", "kv_transfer_params",
+    "system_fingerprint", "metrics",
 })
 
 STRUNG_TOGETHER = frozenset({"content", "text", "arguments", "partial_json", "delta"})

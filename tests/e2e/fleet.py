@@ -178,11 +178,15 @@ class Deployment:
             wait_until(lambda s=server: is_ready(s), READY_SECONDS, f"{name} ready")
 
     def left_by(self, *ended: Process) -> list[str]:
-        """What processes that have ended left in their temporary directories."""
+        """What processes that have ended left in their temporary directories.
+
+        Torch's cache of compiled headers is meant to stay.
+        """
         return [
             str(path)
             for process in ended
-            for path in sorted((self.directory / process.log.stem).rglob("*"))
+            for path in sorted((self.directory / process.log.stem).iterdir())
+            if not path.name.startswith("torchinductor_")
         ]
 
     def announced(self) -> list[str]:

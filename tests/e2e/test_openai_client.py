@@ -35,7 +35,7 @@ def create(client: openai.OpenAI, case: Case) -> Any:
 
 
 def plain(answer: Any) -> Any:
-    return answer.model_dump(mode="json", warnings=False)
+    return answer.model_dump(mode="json", by_alias=True, warnings=False)
 
 
 @pytest.mark.parametrize("case", OPENAI_CASES, ids=lambda case: case.name)

@@ -70,7 +70,9 @@ def test_what_async_llm_calls_is_there(method: str) -> None:
     assert not inherited or method in NOT_WHEN_ROUTED, f"frontend/: AsyncLLM calls {method}"
 
 
-@pytest.mark.parametrize("method", sorted(methods_called_on_the_engine() - set(NOT_WHEN_ROUTED)))
+@pytest.mark.parametrize(
+    "method", sorted(methods_called_on_the_engine() - set(NOT_WHEN_ROUTED))
+)
 def test_our_engine_client_takes_what_async_llm_passes(method: str) -> None:
     theirs = getattr(AsyncMPClient, method)
     assert parameters_of(getattr(RoutedEngineClient, method)) == parameters_of(theirs)

@@ -1,0 +1,229 @@
+"""Which workers are taken, refused, lost and taken again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fakes import FakeWorker, eventually, make_facts, make_request, within
+from tests.frontend.fleets import Fleet
+from transfer.messages import Bye, Outputs, Refused
+from transfer.process import process_start_time
+from transfer.registry import Registry
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def other_process() -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def refusal_of(fleet: Fleet, name: str) -> str:
+    return next((w.refused for w in fleet.pool.workers if w.name == name), "")
+
+
+async def test_workers_are_found_in_the_registry_and_by_address(registry: Registry) -> None:
+    elsewhere = FakeWorker(registry, "by-address", address="tcp://127.0.0.1:*")
+    elsewhere.start()
+    async with Fleet(registry, addresses=[elsewhere.address]) as fleet:
+        await fleet.until_ready("by-address")
+        await fleet.start("by-registry")
+        assert {w.name for w in fleet.pool.workers} == {"by-address", "by-registry"}
+    await elsewhere.stop()
+
+
+async def test_a_worker_both_announced_and_named_is_one_worker(registry: Registry) -> None:
+    worker = FakeWorker(registry, "both", address="tcp://127.0.0.1:*")
+    async with worker, Fleet(registry, addresses=[worker.address]) as fleet:
+        await fleet.until_ready("both")
+        assert len(fleet.pool.workers) == 1
+
+
+async def test_a_worker_that_leaves_is_gone_at_once(registry: Registry) -> None:
+    async with Fleet(registry) as fleet:
+        worker = await fleet.start()
+        await worker.leave()
+        await eventually(lambda: not fleet.pool.workers)
+        assert not await fleet.pool.wait_until_ready(0)
+
+
+async def test_the_end_of_a_workers_process_is_noticed_at_once(
+    registry: Registry, other_process: subprocess.Popen[bytes]
+) -> None:
+    start_time = process_start_time(other_process.pid)
+    assert start_time is not None
+    process = (other_process.pid, start_time)
+    async with (
+        FakeWorker(registry, process=process) as worker,
+        # Named as well, so that its record alone does not decide; and it still answers.
+        Fleet(registry, addresses=[worker.address]) as fleet,
+    ):
+        await fleet.until_ready("worker-1")
+        other_process.kill()
+        await fleet.until_gone("worker-1")
+        await eventually(lambda: not registry.records())
+
+
+async def test_a_silent_worker_is_lost_sooner_when_its_process_cannot_be_seen(
+    registry: Registry,
+) -> None:
+    async with Fleet(registry) as fleet:
+        await fleet.start()
+        (worker,) = fleet.pool.workers
+        heard = worker.last_heard
+        assert not worker.is_silent(heard + 10)
+        assert worker.is_silent(heard + 16)
+        worker.record = None
+        assert not worker.is_silent(heard + 2)
+        assert worker.is_silent(heard + 4)
+
+
+async def test_a_worker_restarted_on_its_address_is_taken_again(registry: Registry) -> None:
+    old = FakeWorker(registry, "old", address="tcp://127.0.0.1:*")
+    old.start()
+    async with Fleet(registry, addresses=[old.address]) as fleet:
+        await fleet.until_ready("old")
+        await old.stop()
+        new = FakeWorker(registry, "new", address=old.address, epoch="epoch-2")
+        new.start()
+        # It does not know this frontend, says so when pinged, and is greeted anew.
+        await fleet.until_ready("new")
+        assert set(fleet.pool.ready_workers()) == {"new"}
+        await fleet.client.add_request_async(make_request("r"))
+        assert len(await fleet.answer("r")) == 3
+        await new.stop()
+
+
+DIFFERENT: dict[str, Any] = {
+    "protocol": 2,
+    "vllm_version": "0.31.0",
+    "model": "other",
+    "revision": "other",
+    "dtype": "bfloat16",
+    "block_size": 32,
+    "hash_algorithm": "xxhash_cbor",
+    "root_hash": "00" * 32,
+    "max_model_len": 4096,
+    "encoder_cache_tokens": 1,
+    "mm_device_do_normalize": False,
+    "mm_processor_kwargs": '{"max_pixels": 1}',
+    "lora": "{}",
+    "reasoning_parser": "qwen3",
+    "identity_seed_fingerprint": "other",
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENT)
+async def test_a_worker_unlike_the_first_is_refused_by_name_of_what_differs(
+    registry: Registry, field: str
+) -> None:
+    async with Fleet(registry) as fleet:
+        await fleet.start("first")
+        # It takes this frontend whatever its seed: who refuses here is the frontend.
+        second = await fleet.introduce("second", facts=make_facts(**{field: DIFFERENT[field]}))
+        second.inbox._seed_fingerprint = ""
+        await eventually(lambda: refusal_of(fleet, "second"))
+        assert f"its {field} is" in refusal_of(fleet, "second")
+        assert set(fleet.pool.ready_workers()) == {"first"}
+
+
+@pytest.mark.parametrize("field", ["num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"])
+async def test_workers_may_differ_in_size(registry: Registry, field: str) -> None:
+    async with Fleet(registry) as fleet:
+        await fleet.start("first")
+        await fleet.start("second", facts=make_facts(**{field: 7}))
+
+
+async def test_a_worker_unlike_the_frontends_settings_is_refused(registry: Registry) -> None:
+    async with Fleet(registry, expected={"dtype": "float32", "model": "mine"}) as fleet:
+        await fleet.introduce("worker-1")
+        await eventually(lambda: refusal_of(fleet, "worker-1"))
+        assert refusal_of(fleet, "worker-1") == (
+            "its model is 'demo', this frontend's is 'mine'"
+        )
+        assert not fleet.learned
+
+
+async def test_hashes_from_another_root_are_refused(registry: Registry) -> None:
+    async with Fleet(registry) as fleet:
+        await fleet.introduce("worker-1", facts=make_facts(root_hash="00" * 32))
+        await eventually(lambda: refusal_of(fleet, "worker-1"))
+        assert "PYTHONHASHSEED" in refusal_of(fleet, "worker-1")
+
+
+async def test_a_worker_that_refuses_the_frontend_gets_no_requests(
+    registry: Registry,
+) -> None:
+    async with Fleet(registry) as fleet:
+        facts = make_facts(identity_seed_fingerprint="another")
+        await fleet.introduce("worker-1", facts=facts)
+        await eventually(lambda: refusal_of(fleet, "worker-1"))
+        assert "another image identity seed" in refusal_of(fleet, "worker-1")
+        assert not fleet.pool.ready_workers()
+
+
+async def test_a_refused_worker_is_taken_once_it_comes_back_as_it_should_be(
+    registry: Registry,
+) -> None:
+    wrong = FakeWorker(
+        registry, "wrong", address="tcp://127.0.0.1:*", facts=make_facts(model="other")
+    )
+    wrong.start()
+    expected: dict[str, object] = {"model": "demo"}
+    async with Fleet(registry, addresses=[wrong.address], expected=expected) as fleet:
+        await eventually(lambda: refusal_of(fleet, "wrong"))
+        await wrong.stop()
+        right = FakeWorker(registry, "right", address=wrong.address, epoch="epoch-2")
+        right.start()
+        await fleet.until_ready("right")
+        assert refusal_of(fleet, "right") == ""
+        await right.stop()
+
+
+async def test_a_worker_that_sends_nonsense_is_lost_and_greeted_again(
+    registry: Registry,
+) -> None:
+    async with Fleet(registry) as fleet:
+        worker = await fleet.start()
+        worker.engine.stalled = True
+        await fleet.client.add_request_async(make_request("r"))
+        await within(worker.engine.added.get())
+        worker.link.send("frontend-1", Outputs(), [b"\xc1"])
+        (end,) = await fleet.answer("r")
+        assert end.finish_reason is not None
+        await fleet.until_ready("worker-1")
+        worker.engine.stalled = False
+        await fleet.client.add_request_async(make_request("s"))
+        assert len(await fleet.answer("s")) == 3
+
+
+async def test_a_goodbye_out_of_turn_changes_nothing(registry: Registry) -> None:
+    async with Fleet(registry) as fleet:
+        worker = await fleet.start()
+        worker.link.send("frontend-1", Refused(worker="worker-1", reason="changed my mind"))
+        worker.link.send("frontend-1", Bye())
+        worker.link.send("frontend-1", Bye())
+        await fleet.until_gone("worker-1")
+        await fleet.until_ready("worker-1")
+
+
+async def test_events_are_listened_to_where_the_worker_was_reached(
+    registry: Registry,
+) -> None:
+    worker = FakeWorker(registry, "everywhere", address="tcp://127.0.0.1:*")
+    worker.ready.kv_address = "tcp://0.0.0.0:5999"
+    worker.start()
+    async with Fleet(registry, addresses=[worker.address]) as fleet:
+        await fleet.until_ready("everywhere")
+        (seen,) = fleet.pool.workers
+        assert seen.kv is not None
+        assert seen.kv.address == "tcp://127.0.0.1:5999"
+    await worker.stop()

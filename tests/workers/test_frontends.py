@@ -1,0 +1,127 @@
+"""Who is connected and whose a request is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+)
+
+from frontend.arena_cache import ArenaProcessorCache
+from tests.fakes import HASHER, make_item, make_request
+from transfer.arena import Arena
+from transfer.arena_view import ArenaView
+from transfer.errors import ArenaGone, BadMessage, StaleRef
+from transfer.pack import REFERENCE_KEY
+from workers.frontends import Frontend, Frontends
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena(1 << 16, populate=False) as arena:
+        yield arena
+
+
+@pytest.fixture
+def cache(arena: Arena) -> ArenaProcessorCache:
+    return ArenaProcessorCache(arena, HASHER, "model")
+
+
+@pytest.fixture
+def frontend(arena: Arena) -> Iterator[Frontend]:
+    """One that shares memory with this worker."""
+    with ArenaView(arena.id) as view:
+        yield Frontend("f", 0.0, arena=arena.id, view=view)
+
+
+def test_a_request_belongs_to_who_began_it() -> None:
+    frontends = Frontends()
+    one, two = frontends.connect("one", 1.0), frontends.connect("two", 2.0)
+    assert frontends.begin(one, "r")
+    assert not frontends.begin(two, "r")
+    assert frontends.owner("r") is one
+    assert frontends.end("r") is one
+    assert frontends.end("r") is None
+    assert frontends.owner("r") is None
+    assert frontends.begin(two, "r")
+
+
+def test_more_input_for_a_request_that_streams_in_is_of_the_same_request() -> None:
+    frontends = Frontends()
+    one = frontends.connect("one", 1.0)
+    assert frontends.begin(one, "r")
+    assert frontends.begin(one, "r")
+    assert frontends.disconnect("one") == ["r"]
+
+
+def test_who_connects_again_is_still_the_same() -> None:
+    frontends = Frontends()
+    assert frontends.connect("one", 1.0) is frontends.connect("one", 2.0)
+    assert frontends.names() == ["one"]
+
+
+def test_who_leaves_leaves_its_running_requests_and_no_others() -> None:
+    frontends = Frontends()
+    one, two = frontends.connect("one", 1.0), frontends.connect("two", 2.0)
+    for request_id in ("a", "b", "c"):
+        frontends.begin(one, request_id)
+    frontends.begin(two, "d")
+    frontends.end("b")
+    assert sorted(frontends.disconnect("one")) == ["a", "c"]
+    assert frontends.get("one") is None
+    assert [frontends.owner(r) for r in "abcd"] == [None, None, None, two]
+
+
+def test_the_silent_are_those_not_heard_of_since() -> None:
+    frontends = Frontends()
+    frontends.connect("old", 1.0)
+    frontends.connect("new", 5.0)
+    assert frontends.silent_since(5.0) == ["old"]
+
+
+def test_good_references_pass(frontend: Frontend, cache: ArenaProcessorCache) -> None:
+    request = make_request(items=[cache.store(make_item(1.0)), make_item(2.0), None])
+    frontend.check_references(request)
+    frontend.check_references(make_request())
+
+
+def test_replaced_bytes_are_noticed(
+    frontend: Frontend, cache: ArenaProcessorCache, arena: Arena
+) -> None:
+    item = cache.store(make_item(1.0))
+    request = make_request(items=[MultiModalKwargsItem(dict(item))])
+    frontend.check_references(request)
+    del item
+    arena.drop_unleased()
+    with pytest.raises(StaleRef):
+        frontend.check_references(request)
+
+
+def test_a_segment_that_is_not_mapped_here_is_noticed(cache: ArenaProcessorCache) -> None:
+    request = make_request(items=[cache.store(make_item(1.0))])
+    arena = cache._arena
+    assert arena is not None
+    with pytest.raises(ArenaGone):
+        Frontend("f", 0.0, arena=arena.id).check_references(request)
+
+
+def test_only_the_senders_own_arena_may_be_referred_to(cache: ArenaProcessorCache) -> None:
+    request = make_request(items=[cache.store(make_item(1.0))])
+    with Arena(1 << 16, populate=False) as other, ArenaView(other.id) as view:
+        with pytest.raises(BadMessage, match="not the sender's"):
+            Frontend("f", 0.0, arena=other.id, view=view).check_references(request)
+        with pytest.raises(BadMessage, match="not the sender's"):
+            Frontend("f", 0.0).check_references(request)
+
+
+@pytest.mark.parametrize("data", [torch.zeros(3), torch.zeros(9, dtype=torch.uint8), [1], 7])
+def test_a_reference_that_is_none_is_a_bad_message(frontend: Frontend, data: object) -> None:
+    elem = MultiModalFieldElem(data, MultiModalBatchedField())  # type: ignore[arg-type]
+    request = make_request(items=[MultiModalKwargsItem({REFERENCE_KEY: elem})])
+    with pytest.raises(BadMessage):
+        frontend.check_references(request)
