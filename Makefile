@@ -51,7 +51,7 @@ $(INSTALLED): pyproject.toml $(REQUIREMENTS)/constraints.txt $(REQUIREMENTS)/ove
 	@echo "Installing uv ..."
 	@$(BIN)/python -m pip install --quiet --constraint $(REQUIREMENTS)/constraints.txt uv
 	@echo "Installing vLLM and friends into $(VENV) (about 6 GB, a minute or two) ..."
-	@$(BIN)/uv pip install --python $(BIN)/python \
+	@$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode \
 	  --constraint $(REQUIREMENTS)/constraints.txt \
 	  --override $(REQUIREMENTS)/overrides.txt \
 	  --editable '.[cpu,test]'

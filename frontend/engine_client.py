@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence, Set
+from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +57,12 @@ _CHILD = re.compile(r"\d+_(.+)")
 """Ids that vLLM's ParentRequest gives to the children of a request with n > 1."""
 
 
+NOBODY = ""
+
+MAX_ATTEMPTS = 3
+"""How often a request is sent: one that brings workers down must not bring down all."""
+
+
 class NoWorkers(GracefulHTTPError):
     """No worker is ready; vLLM answers 503."""
 
@@ -73,6 +79,7 @@ class _Sent:
 
     request: EngineCoreRequest
     worker: str
+    """Who has it, or NOBODY while it waits for one."""
     started: bool = False
     """Whether a token has come back."""
     aborted: bool = False
@@ -81,6 +88,8 @@ class _Sent:
     parts: list[EngineCoreRequest] = field(default_factory=list)
     """All that was sent of it, kept for the tensors; the last is the one to send again."""
     tries: set[str] = field(default_factory=set)
+    """Workers it was sent to."""
+    attempts: int = 0
 
 
 class RoutedEngineClient(AdminCalls):
@@ -112,6 +121,7 @@ class RoutedEngineClient(AdminCalls):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._learn: Callable[[WorkerFacts], None] = lambda _: None
         self._closing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         # What AsyncLLM looks at to tell whether its engine lives: a fleet does not die.
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [ENGINE_INDEX]
@@ -131,6 +141,7 @@ class RoutedEngineClient(AdminCalls):
         return {
             "router_mode": self.router.mode,
             "requests": len(self._sent),
+            "arena": self._describe_arena(),
             "workers": [
                 {
                     **worker.describe(),
@@ -141,6 +152,11 @@ class RoutedEngineClient(AdminCalls):
                 for worker in self.pool.workers
             ],
         }
+
+    def _describe_arena(self) -> dict[str, int] | None:
+        if self._arena is None or self._cache is None:
+            return None
+        return {**asdict(self._arena.stats()), "items_without_room": self._cache.inlined}
 
     def callable_workers(self) -> list[Worker]:
         return list(self.pool.ready_workers().values())
@@ -176,7 +192,11 @@ class RoutedEngineClient(AdminCalls):
         by_worker: dict[str, list[str]] = {}
         for request_id in request_ids:
             sent = self._sent.get(request_id)
-            if sent is not None and not sent.aborted:
+            if sent is None or sent.aborted:
+                continue
+            if sent.worker == NOBODY:
+                self._forget(request_id)
+            else:
                 sent.aborted = True  # its tensors stay until the worker confirms
                 self._settle(request_id)
                 by_worker.setdefault(sent.worker, []).append(request_id)
@@ -212,7 +232,14 @@ class RoutedEngineClient(AdminCalls):
         if self._closing is not None:
             await self._closing
 
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
         self._outputs.close(EngineDeadError())
         await self.pool.close()
         self._sent.clear()
@@ -259,6 +286,7 @@ class RoutedEngineClient(AdminCalls):
                 outgoing = with_tensors(request, self._arena)
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
+        sent.attempts += 1
         sent.in_parts |= request.resumable
         if not any(part is request for part in sent.parts):
             sent.parts.append(request)
@@ -285,16 +313,16 @@ class RoutedEngineClient(AdminCalls):
         self.router.drop_worker(worker.name)
         self._outputs.drop_worker(worker.name)
         self.fail_calls(worker.name)
-        theirs = [s for s in self._sent.values() if s.worker == worker.name]
-        failed = []
-        for sent in theirs:
-            request_id = sent.request.request_id
-            if sent.aborted or sent.started or sent.in_parts or not self._resend(sent):
-                self._forget(request_id)
-                if not sent.aborted:
-                    failed.append(request_id)
-        self._metrics.failed.inc(len(failed))
-        self._outputs.fail(failed)
+        for sent in [s for s in self._sent.values() if s.worker == worker.name]:
+            sent.worker = NOBODY
+            if sent.aborted:
+                self._forget(sent.request.request_id)
+            elif sent.started or sent.in_parts or sent.attempts >= MAX_ATTEMPTS:
+                self._fail(sent)
+            elif self.pool.ready_workers():
+                self._resend(sent)
+            else:
+                self._start(self._resend_when_ready(sent))
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
         match message:
@@ -349,16 +377,29 @@ class RoutedEngineClient(AdminCalls):
         logger.warning("worker %s lacks tensors: %s", worker.name, message.reason)
         self._send(sent.parts[-1], worker, inline=True)
 
-    def _resend(self, sent: _Sent) -> bool:
+    def _resend(self, sent: _Sent) -> None:
         """Send a request that has produced nothing to another worker."""
-        try:
-            route, worker = self._route(sent.request, tried=sent.tries)
-        except NoWorkers:
-            return False
+        route, worker = self._route(sent.request, tried=sent.tries)
         self._metrics.moved.inc()
         logger.info("request %s goes to %s now", sent.request.request_id, route.worker)
         self._send(sent.request, worker)
-        return True
+
+    async def _resend_when_ready(self, sent: _Sent) -> None:
+        """As for a new request: wait for a worker, so long and no longer."""
+        ready = await self.pool.wait_until_ready(self._worker_wait_timeout)
+        if self._sent.get(sent.request.request_id) is not sent:
+            return  # aborted meanwhile
+        if ready:
+            self._resend(sent)
+        else:
+            self._fail(sent)
+
+    def _fail(self, sent: _Sent) -> None:
+        """End a request whose worker is lost."""
+        request_id = sent.request.request_id
+        self._forget(request_id)
+        self._metrics.failed.inc()
+        self._outputs.fail([request_id])
 
     def _is_at(self, request_id: str, worker: Worker) -> bool:
         sent = self._sent.get(request_id)

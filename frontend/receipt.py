@@ -49,9 +49,11 @@ current_receipt: ContextVar[Receipt | None] = ContextVar("current_receipt", defa
 
 
 class ReceiptMiddleware:
-    """Adds the headers. Holds the start of a response until its first body bytes.
+    """Adds the headers. Holds a response until its request is routed, or it is complete.
 
-    A streaming response would send its headers before the request is routed.
+    A streaming response would send its headers before that, and some endpoints their
+    first event too. Only what is posted is routed: other responses are held no longer
+    than until their first bytes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -62,17 +64,21 @@ class ReceiptMiddleware:
             await self._app(scope, receive, send)
             return
         receipt = Receipt()
-        start: Message | None = None
+        held: list[Message] = []
 
         async def send_held(message: Message) -> None:
-            nonlocal start
             if message["type"] == "http.response.start":
-                start = message
+                held.append(message)
                 return
-            if start is not None:
+            may_be_routed_yet = scope["method"] == "POST" and not receipt.routed
+            if held and may_be_routed_yet and message.get("more_body"):
+                held.append(message)
+                return
+            if held:
+                start = held[0]
                 start["headers"] = [*start.get("headers", ()), *receipt.headers()]
-                held, start = start, None
-                await send(held)
+            while held:
+                await send(held.pop(0))
             await send(message)
 
         token = current_receipt.set(receipt)

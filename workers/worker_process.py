@@ -15,6 +15,8 @@ import logging
 import os
 import secrets
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import uvloop
@@ -77,10 +79,26 @@ def _start_engine(config: VllmConfig, sockets: Path) -> AsyncMPClient:
     os.environ["VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES"] = "0"
     signal.signal(signal.SIGTERM, _interrupt)
     logger.info("starting the engine for %s", config.model_config.model)
-    with engines_die_with_us():
+    # torch leaves a rendezvous file in the engine's temporary directory.
+    with _environment(TMPDIR=str(sockets)), engines_die_with_us():
         return EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True
         )
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Within, processes that are started see these variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _interrupt(*_: object) -> None:

@@ -17,6 +17,7 @@ import msgspec
 import torch
 import zmq
 import zmq.asyncio
+from vllm import envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -32,7 +33,7 @@ from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
 from workers.outbox import Outbox
-from workers.process_death import die_with_parent
+from workers.parent_death import die_with_parent
 
 ENGINE = b"\x00\x00"
 ENGINE_READY = b"ready"
@@ -147,7 +148,9 @@ def run_engine(addresses: Addresses, pipe: Connection) -> None:
     context = zmq.Context()
     reports = context.socket(zmq.PUSH)
     reports.connect(addresses.reports)
-    broadcast: Any = MessageQueue(1, 1)
+    broadcast: Any = MessageQueue(
+        1, 1, max_chunk_bytes=envs.VLLM_MQ_MAX_CHUNK_BYTES_MB << 20
+    )
     counted = _CountingSocket(broadcast.local_socket)
     pipe.send(broadcast.export_handle())
     broadcast.wait_until_ready()
