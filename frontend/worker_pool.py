@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from transfer.errors import BadMessage
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
@@ -116,7 +116,7 @@ class WorkerPool:
         self._expected = dict(expected)
         self._agreed: WorkerFacts | None = None
         self._events = events
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._workers: dict[str, Worker] = {}
         self._some_ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

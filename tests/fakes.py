@@ -214,11 +214,13 @@ class FakeEngine:
         self.dead = True
         self._outputs.put_nowait(EngineDeadError())
 
-    async def get_output_async(self) -> EngineCoreOutputs:
-        outputs = await self._outputs.get()
-        if isinstance(outputs, Exception):
-            raise outputs
-        return outputs
+    async def follow(self, on_outputs: Callable[[EngineCoreOutputs], None]) -> None:
+        """What ``workers.engine_outputs.follow_engine`` does with vLLM's client."""
+        while True:
+            outputs = await self._outputs.get()
+            if isinstance(outputs, Exception):
+                raise outputs
+            on_outputs(outputs)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.aborted.put_nowait(list(request_ids))
@@ -304,7 +306,7 @@ class FakeWorker:
         self._tasks = [
             asyncio.create_task(work)
             for work in (
-                self.outbox.send_outputs(),
+                self.engine.follow(self.outbox.deliver),
                 self.outbox.confirm_aborts(),
                 self.inbox.run(),
             )

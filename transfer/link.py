@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from transfer.errors import BadMessage
 from transfer.messages import Frame, KvDelta, Message, decode, encode
+from transfer.socket_reader import SocketReader
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,14 @@ _MAPPED_IPV4 = re.compile(r"^tcp://\[::ffff:([0-9.]+)\]:")
 
 
 class _Socket:
-    """One ZeroMQ socket that carries our messages."""
+    """One ZeroMQ socket that carries our messages. Used on one event loop."""
 
-    def __init__(self, context: zmq.asyncio.Context, kind: int) -> None:
-        self._socket: zmq.asyncio.Socket = context.socket(kind)
+    copies_what_it_receives = True
+
+    def __init__(self, context: zmq.Context[Any], kind: int) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Socket(context, kind)
+        self._reader: SocketReader | None = None
+        self._received: asyncio.Queue[list[Frame]] = asyncio.Queue()
         self._socket.setsockopt(zmq.LINGER, 0)
         # No limit on queued messages: a limit would drop silently (ROUTER) or block
         # (DEALER). What bounds the queue is that lost peers are dropped.
@@ -51,31 +55,35 @@ class _Socket:
         self.bad_messages = 0
 
     def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
         self._socket.close(linger=LAST_WORDS_MS)
 
     def _put(self, frames: Sequence[Frame]) -> None:
-        # pyzmq copies frames below 64 KiB and keeps larger ones alive until sent.
-        sent = self._socket.send_multipart(frames, copy=False)
-        asyncio.ensure_future(sent).add_done_callback(_log_failed_send)
+        try:
+            # pyzmq copies frames below 64 KiB and keeps larger ones alive until sent.
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            logger.error("could not send: %s", error)
+        if self._reader is not None:
+            self._reader.look_again()
 
-    async def _frames(self) -> list[memoryview]:
-        parts = await self._socket.recv_multipart(copy=False)
-        return [part.buffer for part in parts]
+    async def _frames(self) -> list[Frame]:
+        if self._reader is None:
+            self._reader = SocketReader(
+                self._socket, self._received.put_nowait, copy=self.copies_what_it_receives
+            )
+        return await self._received.get()
 
     def _count_bad(self, sender: str, error: BadMessage) -> None:
         self.bad_messages += 1
         logger.warning("dropped a message from %s: %s", sender, error)
 
 
-def _log_failed_send(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("could not send: %s", error)
-
-
 class FrontendLink(_Socket):
     """A frontend's end of the line to one worker."""
 
-    def __init__(self, context: zmq.asyncio.Context, frontend: str, address: str) -> None:
+    def __init__(self, context: zmq.Context[Any], frontend: str, address: str) -> None:
         super().__init__(context, zmq.DEALER)
         self.address = address
         self._socket.setsockopt(zmq.ROUTING_ID, frontend.encode())
@@ -95,7 +103,9 @@ class FrontendLink(_Socket):
 class WorkerLink(_Socket):
     """A worker's end of the lines to all its frontends."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    copies_what_it_receives = False  # tensors may be among it
+
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
         super().__init__(context, zmq.ROUTER)
         # A frontend that reconnects takes over from its dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -123,7 +133,7 @@ class WorkerLink(_Socket):
 class KvPublisher(_Socket):
     """A worker tells all frontends what its engine's KV cache gained and lost."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
         super().__init__(context, zmq.PUB)
         self.address = _bind(self._socket, address)
 
@@ -138,7 +148,7 @@ class KvPublisher(_Socket):
 class KvSubscriber(_Socket):
     """A frontend listens to one worker's KV deltas."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
         super().__init__(context, zmq.SUB)
         self.address = address
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
@@ -155,7 +165,7 @@ class KvSubscriber(_Socket):
                 self._count_bad(self.address, error)
 
 
-def _bind(socket: zmq.asyncio.Socket, address: str) -> str:
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
     """Bind and return the address as peers must name it (port 0 is resolved)."""
     socket.bind(address)
     if address.startswith("ipc://"):

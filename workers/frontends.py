@@ -29,6 +29,8 @@ class Frontend:
     """Set when this process and the engine's both have the arena mapped."""
     requests: set[str] = field(default_factory=set)
     """Requests that the engine may still be working on, not aborted."""
+    streaming: set[str] = field(default_factory=set)
+    """Those of them whose input comes in parts."""
 
     def check_references(self, request: EngineCoreRequest) -> None:
         """Make sure that the engine will be able to read what ``request`` refers to.
@@ -76,15 +78,18 @@ class Frontends:
     def silent_since(self, deadline: float) -> list[str]:
         return [f.name for f in self._by_name.values() if f.last_seen < deadline]
 
-    def begin(self, frontend: Frontend, request_id: str) -> bool:
-        """Note the owner of a request. False when another frontend has one of that id.
+    def begin(self, frontend: Frontend, request_id: str, *, streams: bool = False) -> bool:
+        """Note the owner of a request. False when a request of that id is running.
 
-        The same frontend may send more input for a request that streams in.
+        vLLM's engine dies of a second one. But if the first ``streams`` its input in,
+        what follows from the same frontend is more of it.
         """
         owner = self._owners.setdefault(request_id, frontend)
-        if owner is not frontend:
-            return False
+        if request_id in owner.requests:
+            return owner is frontend and request_id in frontend.streaming
         frontend.requests.add(request_id)
+        if streams:
+            frontend.streaming.add(request_id)
         return True
 
     def end(self, request_id: str) -> Frontend | None:
@@ -92,6 +97,7 @@ class Frontends:
         frontend = self._owners.pop(request_id, None)
         if frontend is not None:
             frontend.requests.discard(request_id)
+            frontend.streaming.discard(request_id)
         return frontend
 
     def owner(self, request_id: str) -> Frontend | None:

@@ -156,7 +156,7 @@ class Inbox:
             # Clients may ask the engine to announce reused blocks as if they were new:
             # they would be counted as copies that never go.
             request.sampling_params.extra_args.pop("kv_cache_report_mode", None)
-        if not self._frontends.begin(frontend, request_id):
+        if not self._frontends.begin(frontend, request_id, streams=request.resumable):
             self._outbox.fail(frontend.name, request_id, "a request of this id is running")
             return
         await self._engine.add_request_async(request)
@@ -187,7 +187,9 @@ class Inbox:
 
     async def _connect(self, name: str, hello: Hello) -> None:
         try:
-            if (known := self._frontends.get(name)) is not None and known.arena != hello.arena:
+            known = self._frontends.get(name)
+            if known is not None and (known.arena != hello.arena or known.requests):
+                # It had lost sight of this worker: what it wants of it, it will send again.
                 self._drop(name)
             if (leaving := self._leaving.get(name)) is not None:
                 # Else what is still to be unmapped would be what is mapped now.
@@ -242,8 +244,8 @@ class Inbox:
     async def _clean_up(self, frontend: Frontend, left: list[str]) -> None:
         """Free what is held for a frontend that has gone."""
         await self._engine.abort_requests_async(left)
+        await self._outbox.engine_is_past()
         if frontend.view is not None and frontend.arena is not None:
-            await self._outbox.engine_is_past()
             frontend.view.close()
             await self._engine.collective_rpc_async(
                 "detach_arena", args=(frontend.arena.name,)

@@ -1,8 +1,7 @@
 """What the engine says, sent to whom it concerns.
 
-vLLM names relied on: AsyncMPClient.get_output_async, collective_rpc_async,
-abort_requests_async; EngineCoreOutputs, EngineCoreOutput, FinishReason;
-WorkerBase.synchronize_device.
+vLLM names relied on: AsyncMPClient.collective_rpc_async, abort_requests_async;
+EngineCoreOutputs, EngineCoreOutput, FinishReason; WorkerBase.synchronize_device.
 """
 
 from __future__ import annotations
@@ -34,16 +33,10 @@ class Outbox:
         self._aborted: list[tuple[str, str]] = []
         self._something_aborted = asyncio.Event()
 
-    async def send_outputs(self) -> None:
-        """Run until the engine dies.
-
-        Raises:
-            EngineDeadError: the engine has died.
-        """
-        while True:
-            outputs = await self._engine.get_output_async()
-            for name, theirs in self._split(outputs).items():
-                self._link.send(name, Outputs(), encode_payload(theirs))
+    def deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Send the outputs of one step to those who asked."""
+        for name, theirs in self._split(outputs).items():
+            self._link.send(name, Outputs(), encode_payload(theirs))
 
     def _split(self, outputs: EngineCoreOutputs) -> dict[str, EngineCoreOutputs]:
         by_frontend: dict[str, EngineCoreOutputs] = {}

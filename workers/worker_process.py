@@ -34,6 +34,7 @@ from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
 from transfer.registry import Registry, WorkerRecord, this_process
 from workers.engine_args import engine_config, facts_of
+from workers.engine_outputs import follow_engine
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
@@ -146,7 +147,7 @@ async def _serve(
     inbox = Inbox(ready, engine, link, kv_publisher, kv_state, frontends, outbox)
 
     work = [
-        loop.create_task(outbox.send_outputs(), name="outputs"),
+        loop.create_task(follow_engine(engine, outbox.deliver), name="outputs"),
         loop.create_task(outbox.confirm_aborts(), name="aborts"),
         loop.create_task(inbox.run(), name="inbox"),
         loop.create_task(inbox.drop_silent_frontends(), name="silent frontends"),

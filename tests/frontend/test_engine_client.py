@@ -262,15 +262,30 @@ async def test_a_request_with_a_token_ends_in_an_error_when_its_worker_is_lost(
     assert fleet.at_rest()
 
 
-async def test_a_request_whose_only_worker_is_lost_ends_in_an_error(fleet: Fleet) -> None:
+async def test_a_request_whose_only_worker_is_lost_waits_for_the_next(fleet: Fleet) -> None:
     worker = await fleet.start()
     worker.engine.stalled = True
     await fleet.client.add_request_async(make_request("r"))
     await within(worker.engine.added.get())
     await worker.leave()
-    (end,) = await fleet.answer("r")
-    assert end.finish_reason is FinishReason.ERROR
+    await fleet.until_gone("worker-1")
+    await fleet.start("worker-2")
+    assert len(await fleet.answer("r")) == 3
     assert fleet.at_rest()
+
+
+async def test_a_request_whose_only_worker_is_not_replaced_ends_in_an_error(
+    registry: Registry,
+) -> None:
+    async with Fleet(registry, wait=0.2) as fleet:
+        worker = await fleet.start()
+        worker.engine.stalled = True
+        await fleet.client.add_request_async(make_request("r"))
+        await within(worker.engine.added.get())
+        await worker.leave()
+        (end,) = await fleet.answer("r")
+        assert end.finish_reason is FinishReason.ERROR
+        assert fleet.at_rest()
 
 
 async def test_an_aborted_request_of_a_lost_worker_is_forgotten(fleet: Fleet) -> None:

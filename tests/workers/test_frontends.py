@@ -54,9 +54,17 @@ def test_a_request_belongs_to_who_began_it() -> None:
 def test_more_input_for_a_request_that_streams_in_is_of_the_same_request() -> None:
     frontends = Frontends()
     one = frontends.connect("one", 1.0)
-    assert frontends.begin(one, "r")
+    assert frontends.begin(one, "r", streams=True)
     assert frontends.begin(one, "r")
     assert frontends.disconnect("one") == ["r"]
+
+
+def test_a_second_request_of_one_id_is_refused_to_its_own_frontend_too() -> None:
+    frontends = Frontends()
+    one = frontends.connect("one", 1.0)
+    assert frontends.begin(one, "r")
+    assert not frontends.begin(one, "r")
+    assert not frontends.begin(one, "r", streams=True)
 
 
 def test_who_connects_again_is_still_the_same() -> None:

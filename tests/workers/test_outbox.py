@@ -159,7 +159,7 @@ async def test_an_engine_that_does_not_answer_counts_as_dead(
 
 
 async def test_the_end_of_the_engine_ends_the_outbox(worker: FakeWorker) -> None:
-    sending = next(t for t in worker._tasks if "send_outputs" in repr(t))
+    sending = next(t for t in worker._tasks if "follow" in repr(t))
     worker.engine.die()
     with pytest.raises(EngineDeadError):
         await within(asyncio.shield(sending))
