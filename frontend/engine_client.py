@@ -322,7 +322,7 @@ class RoutedEngineClient(AdminCalls):
             elif self.pool.ready_workers():
                 self._resend(sent)
             else:
-                self._start(self._resend_when_ready(sent))
+                self._start(self._resend_when_ready(sent.request.request_id))
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
         match message:
@@ -384,11 +384,13 @@ class RoutedEngineClient(AdminCalls):
         logger.info("request %s goes to %s now", sent.request.request_id, route.worker)
         self._send(sent.request, worker)
 
-    async def _resend_when_ready(self, sent: _Sent) -> None:
+    async def _resend_when_ready(self, request_id: str) -> None:
         """As for a new request: wait for a worker, so long and no longer."""
         ready = await self.pool.wait_until_ready(self._worker_wait_timeout)
-        if self._sent.get(sent.request.request_id) is not sent:
-            return  # aborted meanwhile
+        # Looked up only now, so that one that was aborted keeps no tensors in place.
+        sent = self._sent.get(request_id)
+        if sent is None or sent.worker != NOBODY:
+            return
         if ready:
             self._resend(sent)
         else:

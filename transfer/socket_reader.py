@@ -66,4 +66,7 @@ class SocketReader:
                 self._on_message(self._receive())
             except zmq.Again:
                 return
+            except zmq.ContextTerminated:
+                self.close()
+                return
         self._loop.call_soon(self._read)

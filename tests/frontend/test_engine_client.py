@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
-from frontend.engine_client import NoWorkers
+from frontend.engine_client import MAX_ATTEMPTS, NoWorkers
 from frontend.receipt import Receipt, current_receipt
 from frontend.router.block_hashes import RequestHasher
 from tests.fakes import eventually, make_facts, make_item, make_request, within
@@ -388,3 +388,33 @@ async def test_a_hundred_requests_at_once_spread_and_all_come_back(fleet: Fleet)
         finished |= {o.request_id for o in outputs.outputs if o.finished}
     assert [len(w.engine.pixels) for w in workers] == [50, 50]
     assert fleet.at_rest()
+
+
+async def test_a_request_that_brings_workers_down_is_not_sent_to_all(fleet: Fleet) -> None:
+    for number in range(MAX_ATTEMPTS):
+        worker = await fleet.introduce(f"worker-{number}")
+        worker.engine.stalled = True
+        if number == 0:
+            await fleet.client.add_request_async(make_request("r"))
+        await within(worker.engine.added.get())
+        await worker.leave()
+        await fleet.until_gone(f"worker-{number}")
+    (end,) = await fleet.answer("r")
+    assert end.finish_reason is FinishReason.ERROR
+    assert fleet.at_rest()
+
+
+async def test_a_request_that_waits_for_a_worker_can_be_aborted(fleet: Fleet) -> None:
+    first = await fleet.start("worker-1")
+    first.engine.stalled = True
+    await fleet.client.add_request_async(make_request("r", items=[make_item(1.0)]))
+    await within(first.engine.added.get())
+    await first.leave()
+    await fleet.until_gone("worker-1")
+    assert fleet.in_flight == 1
+    await fleet.client.abort_requests_async(["r"])
+    assert fleet.at_rest()
+    second = await fleet.start("worker-2")
+    await fleet.client.add_request_async(make_request("s"))
+    await fleet.answer("s")
+    assert set(second.engine.pixels) == {"s"}

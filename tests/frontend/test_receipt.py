@@ -14,6 +14,9 @@ from tests.fakes import within
 pytestmark = pytest.mark.anyio
 
 
+POST: Scope = {"type": "http", "method": "POST"}
+
+
 def start(status: int = 200, headers: Any = ()) -> Message:
     return {"type": "http.response.start", "status": status, "headers": list(headers)}
 
@@ -28,7 +31,7 @@ def route(worker: str = "w", overlap: int = 3, prompt: int = 5, transfer: str = 
     receipt.routed.append(Routed(worker, overlap, prompt, transfer))
 
 
-async def run(app: ASGIApp, kind: str = "http") -> list[Message]:
+async def run(app: ASGIApp, kind: str = "http", method: str = "POST") -> list[Message]:
     sent: list[Message] = []
 
     async def receive() -> Message:
@@ -37,7 +40,7 @@ async def run(app: ASGIApp, kind: str = "http") -> list[Message]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await within(ReceiptMiddleware(app)({"type": kind}, receive, send))  # type: ignore[arg-type]
+    await within(ReceiptMiddleware(app)({"type": kind, "method": method}, receive, send))  # type: ignore[arg-type]
     return sent
 
 
@@ -72,7 +75,57 @@ async def test_a_stream_that_starts_before_it_is_routed_waits_with_its_headers()
     assert [m.get("body") for m in sent[1:]] == [b"1", b"2", b""]
 
 
-async def test_a_stream_is_not_held_beyond_its_first_bytes() -> None:
+async def test_a_stream_whose_first_bytes_come_before_it_is_routed_waits_with_them() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        await send(body(b"1", more=True))
+        await send(body(b"2", more=True))
+        route()
+        await send(body(b"3", more=True))
+        await send(body())
+
+    sent = await run(app)
+    assert (b"x-foveal-worker", b"w") in sent[0]["headers"]
+    assert [m.get("body") for m in sent[1:]] == [b"1", b"2", b"3", b""]
+
+
+async def test_a_stream_that_is_never_routed_comes_when_it_is_complete() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start(400))
+        await send(body(b"1", more=True))
+        await send(body(b"2"))
+
+    sent = await run(app)
+    assert sent == [start(400), body(b"1", more=True), body(b"2")]
+
+
+async def test_what_is_not_posted_is_not_held_beyond_its_first_bytes() -> None:
+    sent: list[Message] = []
+    go_on = asyncio.Event()
+    seen = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start())
+        await send(body(b"1", more=True))
+        seen.set()
+        await go_on.wait()
+        await send(body())
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    scope: Scope = {"type": "http", "method": "GET"}
+    serving = asyncio.ensure_future(ReceiptMiddleware(app)(scope, receive, send))
+    await within(seen.wait())
+    assert sent == [start(), body(b"1", more=True)]
+    go_on.set()
+    await within(serving)
+
+
+async def test_a_stream_is_not_held_once_it_is_routed() -> None:
     seen = asyncio.Event()
     go_on = asyncio.Event()
 
@@ -90,7 +143,7 @@ async def test_a_stream_is_not_held_beyond_its_first_bytes() -> None:
     async def receive() -> Message:
         return {"type": "http.request"}
 
-    serving = asyncio.ensure_future(ReceiptMiddleware(app)({"type": "http"}, receive, send))
+    serving = asyncio.ensure_future(ReceiptMiddleware(app)(POST, receive, send))
     await within(seen.wait())
     assert not serving.done()
     go_on.set()
@@ -148,7 +201,7 @@ async def test_an_error_before_the_first_bytes_leaves_the_response_unstarted() -
 
     # So that whoever stands outside can still answer with a 500.
     with pytest.raises(RuntimeError, match="broken"):
-        await within(ReceiptMiddleware(app)({"type": "http"}, receive, send))
+        await within(ReceiptMiddleware(app)(POST, receive, send))
     assert started == []
     assert current_receipt.get() is None
 
