@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from frontend.worker_pool import Worker
 from transfer.errors import BadMessage
 from transfer.messages import Call, CallResult, Frame, decode_payload_as, encode_payload
+
+logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 300.0
 """How long a call (loading a LoRA adapter, sleeping, ...) may take on a worker."""
@@ -42,7 +45,11 @@ class AdminCalls(EngineCoreClient):
         while missing := self._loras.keys() - given:  # more may be added meanwhile
             lora = self._loras[min(missing)]
             given.add(lora.lora_int_id)
-            await self._call_worker(worker, "add_lora", (lora,))
+            try:
+                await self._call_worker(worker, "add_lora", (lora,))
+            except RuntimeError as error:
+                # Requests name their adapter: those for this one will be told.
+                logger.error("worker %s: %s", worker.name, error)
 
     def fail_calls(self, worker: str) -> None:
         """Answer the calls of a lost worker."""

@@ -59,6 +59,10 @@ _CHILD = re.compile(r"\d+_(.+)")
 
 NOBODY = ""
 
+PARK_SECONDS = 90.0
+"""A worker that cannot reach its frontend drops its requests within 10 s, and its engine
+is past them, or taken for dead, within another 60 s (workers.frontends, workers.outbox)."""
+
 MAX_ATTEMPTS = 3
 """How often a request is sent: one that brings workers down must not bring down all."""
 
@@ -116,6 +120,8 @@ class RoutedEngineClient(AdminCalls):
         self._sent: dict[str, _Sent] = {}
         self._families: dict[str, str] = {}
         """Parent of an n > 1 request -> the worker that its first child went to."""
+        self._parked: dict[str, tuple[list[EngineCoreRequest], asyncio.TimerHandle]] = {}
+        """Requests that lost workers had, by worker, and when they are given up."""
         self._hasher: RequestHasher | None = None
         self._pool: WorkerPool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -243,6 +249,8 @@ class RoutedEngineClient(AdminCalls):
         self._outputs.close(EngineDeadError())
         await self.pool.close()
         self._sent.clear()
+        for worker in list(self._parked):
+            self._release(worker)
 
     # Sending.
 
@@ -298,6 +306,8 @@ class RoutedEngineClient(AdminCalls):
 
     async def prepare(self, worker: Worker) -> None:
         """Bring a worker that has just answered up to date."""
+        # If it was lost: it answers once it is done with what it had before.
+        self._release(worker.name)
         facts = worker.facts
         if facts is not None and self._hasher is None:
             self._hasher = RequestHasher(
@@ -313,7 +323,9 @@ class RoutedEngineClient(AdminCalls):
         self.router.drop_worker(worker.name)
         self._outputs.drop_worker(worker.name)
         self.fail_calls(worker.name)
-        for sent in [s for s in self._sent.values() if s.worker == worker.name]:
+        theirs = [s for s in self._sent.values() if s.worker == worker.name]
+        self._park(worker.name, [part for sent in theirs for part in sent.parts])
+        for sent in theirs:
             sent.worker = NOBODY
             if sent.aborted:
                 self._forget(sent.request.request_id)
@@ -323,6 +335,25 @@ class RoutedEngineClient(AdminCalls):
                 self._resend(sent)
             else:
                 self._start(self._resend_when_ready(sent.request.request_id))
+
+    def on_gone(self, worker: Worker) -> None:
+        self._release(worker.name)
+
+    def _park(self, worker: str, requests: list[EngineCoreRequest]) -> None:
+        """Keep the tensors of requests that a lost worker may still be reading."""
+        if not requests:
+            return
+        timer = asyncio.get_running_loop().call_later(PARK_SECONDS, self._release, worker)
+        if worker in self._parked:
+            earlier, old_timer = self._parked[worker]
+            old_timer.cancel()
+            requests = earlier + requests
+        self._parked[worker] = requests, timer
+
+    def _release(self, worker: str) -> None:
+        if worker in self._parked:
+            _, timer = self._parked.pop(worker)
+            timer.cancel()
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
         match message:

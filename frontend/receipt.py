@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+MOST_SHOWN = 32
+"""Clients and proxies refuse long headers, and one HTTP request may make hundreds."""
+
 
 @dataclass(frozen=True)
 class Routed:
@@ -35,12 +38,15 @@ class Receipt:
     def headers(self) -> list[tuple[bytes, bytes]]:
         if not self.routed:
             return []
+        shown = self.routed[:MOST_SHOWN]
         columns = {
-            "x-foveal-worker": [r.worker for r in self.routed],
-            "x-foveal-overlap-blocks": [str(r.overlap_blocks) for r in self.routed],
-            "x-foveal-prompt-blocks": [str(r.prompt_blocks) for r in self.routed],
-            "x-foveal-transfer": [r.transfer for r in self.routed],
+            "x-foveal-worker": [r.worker for r in shown],
+            "x-foveal-overlap-blocks": [str(r.overlap_blocks) for r in shown],
+            "x-foveal-prompt-blocks": [str(r.prompt_blocks) for r in shown],
+            "x-foveal-transfer": [r.transfer for r in shown],
         }
+        if len(self.routed) > MOST_SHOWN:
+            columns = {name: [*values, "..."] for name, values in columns.items()}
         return [(name.encode(), ",".join(v).encode()) for name, v in columns.items()]
 
 

@@ -8,8 +8,9 @@ vLLM names relied on: EngineCoreClient.make_async_mp_client (called by
 AsyncLLM.__init__); renderers.base.processor_cache_from_config and
 processor_only_cache_from_config (called by BaseRenderer.__init__);
 launchers.api_server.entry.build_app (called by build_and_serve);
-BaseRenderer._process_mm_uuids, start_mm_warmup_in_background; AsyncLLM.check_health;
-InputProcessor.mm_encoder_cache_size; AsyncEngineArgs.create_model_config.
+BaseRenderer._process_mm_uuids, start_mm_warmup_in_background; AsyncLLM.check_health,
+_add_request; InputProcessor.mm_encoder_cache_size;
+AsyncEngineArgs.create_model_config.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.renderers import base as renderers_base
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -45,6 +47,14 @@ class RoutedLLM(AsyncLLM):
         client = self.engine_core
         if not isinstance(client, RoutedEngineClient) or not client.pool.ready_workers():
             raise EngineDeadError()
+
+    async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
+        try:
+            await super()._add_request(request, *args)
+        except BaseException:
+            # vLLM has counted it by now, and expects an engine client never to refuse.
+            await self.abort(request.request_id, internal=True)
+            raise
 
     def learn(self, facts: WorkerFacts) -> None:
         """Take over what only a running engine knows."""

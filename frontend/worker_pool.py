@@ -49,7 +49,12 @@ class PoolEvents(Protocol):
     async def prepare(self, worker: Worker) -> None:
         """Called with a worker that has just answered, before it gets requests."""
 
-    def on_lost(self, worker: Worker) -> None: ...
+    def on_lost(self, worker: Worker) -> None:
+        """Called when a worker cannot be reached any more; it may still be running."""
+
+    def on_gone(self, worker: Worker) -> None:
+        """Called when it is not: its process has ended, or it has withdrawn."""
+
     def on_message(
         self, worker: Worker, message: Message, payload: Sequence[Frame]
     ) -> None: ...
@@ -178,13 +183,16 @@ class WorkerPool:
 
     async def _watch_heartbeats(self) -> None:
         while True:
+            asleep = time.monotonic()
             await asyncio.sleep(HEARTBEAT_SECONDS)
             now = time.monotonic()
+            # After a stall of our own, what workers have said is still to be read.
+            stalled = now - asleep > 2 * HEARTBEAT_SECONDS
             for worker in self.workers:
-                if not worker.ready:
+                if not worker.epoch:
                     # Also one that was refused: another may have taken its address.
                     worker.link.send(self._hello)
-                elif worker.is_silent(now):
+                elif worker.is_silent(now) and not stalled:
                     self._lose(worker, "does not answer")
                 else:
                     worker.link.send(Ping())
@@ -193,6 +201,7 @@ class WorkerPool:
         link = FrontendLink(self._context, self._hello.frontend, address)
         worker = self._workers[address] = Worker(address, link)
         worker.record = record
+        link.watch_breaks(lambda: self._lose(worker, "was disconnected"))
         worker.tasks.append(
             asyncio.create_task(self._listen(worker), name=f"from {address}")
         )
@@ -200,7 +209,10 @@ class WorkerPool:
 
     def _remove(self, worker: Worker) -> None:
         self._lose(worker, "has left")
+        self._events.on_gone(worker)
         del self._workers[worker.address]
+        if worker.process is not None:
+            worker.process.close()
         worker.link.send(Bye())
         worker.link.close()
         for task in worker.tasks:
@@ -232,6 +244,11 @@ class WorkerPool:
         if problem := self._mismatch(ready.facts):
             self._refuse(worker, ready.worker, problem)
             return
+        identity = (ready.worker, ready.epoch)
+        if any((other.name, other.epoch) == identity for other in self.workers):
+            logger.warning("%s is worker %s once more", worker.address, ready.worker)
+            self._remove(worker)
+            return
         worker.refused = ""
         self._agreed = self._agreed or ready.facts
         worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
@@ -255,6 +272,8 @@ class WorkerPool:
         except Exception as error:  # whatever it is, this worker cannot be used
             logger.exception("worker %s cannot be used", worker.name)
             worker.refused = str(error)
+            if self._agreed is worker.facts and not self.ready_workers():
+                self._agreed = None  # it must not decide who may come after it
             return
         worker.ready = True
         self._some_ready.set()
@@ -275,8 +294,11 @@ class WorkerPool:
 
         def ended() -> None:
             self._lose(worker, "has died")
+            self._events.on_gone(worker)
             self._registry.withdraw(record.worker)
 
+        if worker.process is not None:
+            worker.process.close()
         worker.process = watch_process(record.pid, record.start_time, ended)
 
     async def _hear_deltas(self, worker: Worker, kv: KvSubscriber) -> None:
@@ -292,9 +314,6 @@ class WorkerPool:
         if worker.kv is not None:
             worker.kv.close()
             worker.kv = None
-        if worker.process is not None:
-            worker.process.close()
-            worker.process = None
         for task in worker.tasks[1:]:
             task.cancel()
         del worker.tasks[1:]

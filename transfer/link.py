@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,30 @@ class _Socket:
 class FrontendLink(_Socket):
     """A frontend's end of the line to one worker."""
 
+    _monitor: tuple[zmq.Socket[bytes], SocketReader] | None = None
+
     def __init__(self, context: zmq.Context[Any], frontend: str, address: str) -> None:
         super().__init__(context, zmq.DEALER)
         self.address = address
         self._socket.setsockopt(zmq.ROUTING_ID, frontend.encode())
         self._socket.connect(address)
+
+    def watch_breaks(self, on_break: Callable[[], None]) -> None:
+        """Call ``on_break`` whenever the connection breaks.
+
+        ZeroMQ makes a new one by itself, but what was under way may be lost.
+        """
+        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = monitor, SocketReader(monitor, lambda _: on_break(), copy=True)
+
+    def close(self) -> None:
+        if self._monitor is not None:
+            monitor, reader = self._monitor
+            reader.close()
+            self._socket.disable_monitor()
+            monitor.close(linger=0)
+            self._monitor = None
+        super().close()
 
     def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
         self._put(encode(message, payload))

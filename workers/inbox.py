@@ -57,7 +57,9 @@ ENGINE_CALLS = frozenset({
 })
 """Methods of the engine that a frontend may call."""
 
-_EMPTIES_KV_CACHE = frozenset({"reset_prefix_cache", "sleep", "release_kv_cache_memory"})
+_EMPTIES_KV_CACHE = frozenset({
+    "reset_prefix_cache", "sleep", "release_kv_cache_memory", "pause_scheduler",
+})
 
 
 class Inbox:
@@ -109,8 +111,12 @@ class Inbox:
     async def drop_silent_frontends(self) -> None:
         """Drop frontends that have stopped pinging, until cancelled."""
         while True:
+            asleep = time.monotonic()
             await asyncio.sleep(SILENT_SECONDS / 5)
-            for name in self._frontends.silent_since(time.monotonic() - SILENT_SECONDS):
+            now = time.monotonic()
+            if now - asleep > SILENT_SECONDS / 2:
+                continue  # we were stalled: what they have said is still to be read
+            for name in self._frontends.silent_since(now - SILENT_SECONDS):
                 logger.warning("frontend %s is silent: dropping it", name)
                 self._drop(name)
 
@@ -170,6 +176,11 @@ class Inbox:
             self._link.send(name, Refused(worker=self._ready.worker, reason=problem))
             return
         self._seed_fingerprint = self._seed_fingerprint or hello.identity_seed_fingerprint
+        known = self._frontends.get(name)
+        if known is not None and (known.arena != hello.arena or known.requests):
+            # It had lost sight of this worker: what it wants of it, it will send again.
+            # Now, before any request that follows this greeting is read.
+            self._drop(name)
         self._greeting.add(name)
         self._start(self._connect(name, hello))
 
@@ -187,10 +198,6 @@ class Inbox:
 
     async def _connect(self, name: str, hello: Hello) -> None:
         try:
-            known = self._frontends.get(name)
-            if known is not None and (known.arena != hello.arena or known.requests):
-                # It had lost sight of this worker: what it wants of it, it will send again.
-                self._drop(name)
             if (leaving := self._leaving.get(name)) is not None:
                 # Else what is still to be unmapped would be what is mapped now.
                 await asyncio.wait([leaving])

@@ -73,12 +73,7 @@ def test_each_of_several_prompts_has_its_own_column(frontend: Frontend) -> None:
     [
         "response", "message", "response_to_a_picture", "message_with_a_picture",
         "message_streamed",
-        pytest.param(
-            "response_streamed",
-            marks=pytest.mark.xfail(
-                strict=True, reason="its first event is sent before the request is routed"
-            ),
-        ),
+        "response_streamed",
     ],
 )
 def test_other_apis_give_receipts_too(frontend: Frontend, name: str) -> None:

@@ -146,9 +146,6 @@ def test_what_is_stopped_ends_in_good_order_and_leaves_nothing(
     assert deployment.left_by(frontend) == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="vLLM leaves vllm_dist_*, where its model runners have met"
-)
 def test_a_stopped_worker_leaves_no_temporary_files(
     state: State, session_fleet: SessionFleet
 ) -> None:

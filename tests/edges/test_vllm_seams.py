@@ -91,6 +91,13 @@ def test_the_processor_caches_are_made_by_name() -> None:
     assert "self._resources.callback(self._mm_processor_cache.close)" in source
 
 
+def test_requests_are_counted_before_the_engine_client_sees_them() -> None:
+    source = source_of(AsyncLLM._add_request)
+    counted = source.index("self.output_processor.add_request(")
+    assert counted < source.index("self.engine_core.add_request_async(")
+    assert parameters_of(AsyncLLM._add_request)[:2] == ["self", "request"]
+
+
 def test_client_uuids_pass_through_one_method() -> None:
     source = source_of(renderers_base.BaseRenderer._process_multimodal)
     assert "self._process_mm_uuids(" in source

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.fakes import FakeWorker, within
+from tests.fakes import FakeWorker, eventually, within
 from tests.frontend.fleets import Fleet
 from transfer.errors import BadMessage
 from transfer.messages import CallResult
@@ -44,7 +44,7 @@ async def test_a_call_goes_to_all_workers_with_its_arguments(
     assert await within(fleet.client.reset_prefix_cache_async(True, False))
     for worker in workers:
         assert await called(worker) == ("reset_prefix_cache", True, False)
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_all_must_have_done_it(fleet: Fleet, workers: list[FakeWorker]) -> None:
@@ -146,7 +146,7 @@ async def test_a_call_to_a_worker_that_is_lost_fails(
     await workers[1].leave()
     with pytest.raises(ConnectionError, match="worker-1 was lost"):
         await within(calling)
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_an_answer_that_does_not_decode_fails_its_call_alone(

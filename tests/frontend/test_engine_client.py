@@ -41,7 +41,7 @@ async def test_tokens_come_back_and_nothing_is_left(fleet: Fleet) -> None:
     answer = await fleet.answer("r")
     assert tokens_of(answer) == [7, 8, 9]
     assert answer[-1].finish_reason is FinishReason.LENGTH
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_the_first_workers_facts_are_learned_once(fleet: Fleet) -> None:
@@ -113,7 +113,7 @@ async def test_missing_tensors_are_sent_after_all(fleet: Fleet) -> None:
     assert tokens_of(await fleet.answer("r")) == [0, 1, 2]
     assert torch.equal(worker.engine.pixels["r"][0], pixels)
     assert fleet.count("tensors_missing") == 1
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_the_children_of_one_request_go_to_one_worker(fleet: Fleet) -> None:
@@ -129,7 +129,7 @@ async def test_the_children_of_one_request_go_to_one_worker(fleet: Fleet) -> Non
         )
     answers = [await within(fleet.client.get_output_async()) for _ in range(36)]
     assert len({o.request_id for a in answers for o in a.outputs}) == 12
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_the_children_of_one_request_move_together(fleet: Fleet) -> None:
@@ -217,7 +217,7 @@ async def test_aborting_what_is_over_or_unknown_does_nothing(fleet: Fleet) -> No
     await fleet.answer("r")
     await fleet.client.abort_requests_async(["r", "never"])
     assert worker.engine.aborted.empty()
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_outputs_of_unknown_requests_are_dropped(fleet: Fleet) -> None:
@@ -241,7 +241,7 @@ async def test_a_request_without_a_token_moves_when_its_worker_is_lost(fleet: Fl
     assert tokens_of(await fleet.answer("r")) == [0, 1, 2]
     assert torch.equal(second.engine.pixels["r"][0], pixels)
     assert fleet.count("requests_moved") == 1
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_a_request_with_a_token_ends_in_an_error_when_its_worker_is_lost(
@@ -259,7 +259,7 @@ async def test_a_request_with_a_token_ends_in_an_error_when_its_worker_is_lost(
     assert end.finish_reason is FinishReason.ERROR
     assert not second.engine.pixels
     assert fleet.count("requests_failed") == 1
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_a_request_whose_only_worker_is_lost_waits_for_the_next(fleet: Fleet) -> None:
@@ -271,7 +271,7 @@ async def test_a_request_whose_only_worker_is_lost_waits_for_the_next(fleet: Fle
     await fleet.until_gone("worker-1")
     await fleet.start("worker-2")
     assert len(await fleet.answer("r")) == 3
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_a_request_whose_only_worker_is_not_replaced_ends_in_an_error(
@@ -285,7 +285,7 @@ async def test_a_request_whose_only_worker_is_not_replaced_ends_in_an_error(
         await worker.leave()
         (end,) = await fleet.answer("r")
         assert end.finish_reason is FinishReason.ERROR
-        assert fleet.at_rest()
+        await eventually(fleet.at_rest)
 
 
 async def test_an_aborted_request_of_a_lost_worker_is_forgotten(fleet: Fleet) -> None:
@@ -297,7 +297,7 @@ async def test_an_aborted_request_of_a_lost_worker_is_forgotten(fleet: Fleet) ->
     await fleet.client.abort_requests_async(["r"])
     await worker.leave()
     await fleet.until_gone("worker-1")
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_without_a_worker_requests_are_answered_503_after_a_while(
@@ -307,7 +307,7 @@ async def test_without_a_worker_requests_are_answered_503_after_a_while(
         with pytest.raises(NoWorkers) as caught:
             await within(fleet.client.add_request_async(make_request()))
         assert caught.value.http_status == HTTPStatus.SERVICE_UNAVAILABLE
-        assert fleet.at_rest()
+        await eventually(fleet.at_rest)
 
 
 async def test_a_request_waits_for_the_first_worker(fleet: Fleet) -> None:
@@ -333,7 +333,7 @@ async def test_input_that_streams_in_goes_to_one_worker_and_stays_in_place(
     (busy,) = [w for w in workers if w.engine.pixels]
     busy.engine.say("r", 1, finished=True)
     await fleet.answer("r")
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_statistics_alone_are_passed_on(fleet: Fleet) -> None:
@@ -387,7 +387,7 @@ async def test_a_hundred_requests_at_once_spread_and_all_come_back(fleet: Fleet)
         outputs = await within(fleet.client.get_output_async())
         finished |= {o.request_id for o in outputs.outputs if o.finished}
     assert [len(w.engine.pixels) for w in workers] == [50, 50]
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_a_request_that_brings_workers_down_is_not_sent_to_all(fleet: Fleet) -> None:
@@ -401,7 +401,7 @@ async def test_a_request_that_brings_workers_down_is_not_sent_to_all(fleet: Flee
         await fleet.until_gone(f"worker-{number}")
     (end,) = await fleet.answer("r")
     assert end.finish_reason is FinishReason.ERROR
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
 
 
 async def test_a_request_that_waits_for_a_worker_can_be_aborted(fleet: Fleet) -> None:
@@ -413,7 +413,7 @@ async def test_a_request_that_waits_for_a_worker_can_be_aborted(fleet: Fleet) ->
     await fleet.until_gone("worker-1")
     assert fleet.in_flight == 1
     await fleet.client.abort_requests_async(["r"])
-    assert fleet.at_rest()
+    await eventually(fleet.at_rest)
     second = await fleet.start("worker-2")
     await fleet.client.add_request_async(make_request("s"))
     await fleet.answer("s")
