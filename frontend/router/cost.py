@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 from frontend.router.worker_load import WorkerLoad
 
-# A token in the cache of an answer in flight is read again at each decode step. On the
-# accelerators at hand that is about a thousandth of the time to compute a token, and an
-# answer runs for about a hundred steps more.
+# A token in the cache of an answer in flight is read again at each decode step, which is
+# far cheaper than computing it. The weight is an estimate, not a measurement.
 HELD_TOKEN_COST = 0.1
 
 
