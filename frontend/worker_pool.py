@@ -139,11 +139,6 @@ class WorkerPool:
     def ready_workers(self) -> dict[str, Worker]:
         return {w.name: w for w in self._workers.values() if w.ready}
 
-    @property
-    def agreed(self) -> WorkerFacts | None:
-        """What all workers have in common, known once the first has answered."""
-        return self._agreed
-
     async def wait_until_ready(self, timeout: float) -> bool:
         """Wait for a ready worker, at most ``timeout`` seconds."""
         if self._some_ready.is_set():
