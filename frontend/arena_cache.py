@@ -177,13 +177,13 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
         lease = self._arena.lease(identity)
         if lease is None:
             try:
-                reservation = self._arena.reserve(identity, tensors.nbytes)
+                reservation = self._arena.reserve(tensors.nbytes)
             except ArenaFull:
                 self.inlined += 1
                 return IdentifiedItem(item, identity.hex(), None)
             try:
                 write(tensors, item, reservation.memory)
-                lease = reservation.seal()
+                lease = reservation.seal(identity)
             except BaseException:
                 reservation.cancel()
                 raise

@@ -27,7 +27,6 @@ from types import TracebackType
 from transfer.arena_file import create_file, take_space, unlink_own
 from transfer.arena_layout import (
     ENTRY_HEADER_BYTES,
-    IDENTITY_LENGTHS,
     NONCE_BYTES,
     PAGE_BYTES,
     SHM,
@@ -110,17 +109,16 @@ class Arena:
         """Slots of reservations that came to nothing, filled by finalizers."""
         self._evictions = self._bytes_written = self._full = 0
 
-    def reserve(self, identity: bytes, nbytes: int) -> Reservation:
+    def reserve(self, nbytes: int) -> Reservation:
         """Find space for an entry of ``nbytes``, evicting what nobody leases.
 
+        What it is the writer need not know yet: the identity is named when it is sealed.
         Nothing is evicted when that would not make enough room.
 
         Raises:
             ArenaFull: leased entries leave no room, or the arena is too small.
             ArenaGone: the arena was closed.
         """
-        if len(identity) not in IDENTITY_LENGTHS:
-            raise ValueError(f"an identity has 16 to 32 bytes, not {len(identity)}")
         if nbytes < 0:
             raise ValueError(f"cannot reserve {nbytes} bytes")
         with self._lock:
@@ -131,7 +129,7 @@ class Arena:
             start = PAGE_BYTES + slot + ENTRY_HEADER_BYTES
             return Reservation(
                 memory=memoryview(self._map)[start : start + nbytes],
-                publish=partial(self._seal, identity, slot, nbytes),
+                publish=partial(self._seal, slot, nbytes),
                 abandon=partial(self._abandoned.append, slot),
             )
 
@@ -208,7 +206,7 @@ class Arena:
     ) -> None:
         self.close()
 
-    def _seal(self, identity: bytes, slot: int, nbytes: int) -> Lease:
+    def _seal(self, slot: int, nbytes: int, identity: bytes) -> Lease:
         with self._lock:
             self._drain()
             existing = self._entries.get(identity)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from transfer.arena_layout import IDENTITY_LENGTHS
 from transfer.tensor_ref import EntryRef
 
 
@@ -52,7 +53,7 @@ class Reservation:
     def __init__(
         self,
         memory: memoryview,
-        publish: Callable[[], Lease],
+        publish: Callable[[bytes], Lease],
         abandon: Callable[[], object],
     ) -> None:
         self.memory = memory
@@ -60,20 +61,23 @@ class Reservation:
         self._abandon = weakref.finalize(self, abandon)
         self._abandon.atexit = False
 
-    def seal(self) -> Lease:
+    def seal(self, identity: bytes) -> Lease:
         """Publish the entry and lease it. ``memory`` must not be written any more.
 
         If another reservation of the same identity was sealed first, that entry is
         leased and this one's space is given back.
 
         Raises:
+            ValueError: no identity has that many bytes.
             RuntimeError: sealed or cancelled before.
             ArenaGone: the arena was closed.
         """
+        if len(identity) not in IDENTITY_LENGTHS:
+            raise ValueError(f"an identity has 16 to 32 bytes, not {len(identity)}")
         if self._abandon.detach() is None:
             raise RuntimeError("this reservation was sealed or cancelled before")
         self._release_memory()
-        return self._publish()
+        return self._publish(identity)
 
     def cancel(self) -> None:
         """Give the space back. Does nothing after ``seal`` or another ``cancel``."""

@@ -36,9 +36,9 @@ def name_of(number: int) -> bytes:
 
 
 def put(arena: Arena, number: int, nbytes: int = 100) -> Lease:
-    reservation = arena.reserve(name_of(number), nbytes)
+    reservation = arena.reserve(nbytes)
     reservation.memory[:] = bytes([number]) * nbytes
-    return reservation.seal()
+    return reservation.seal(name_of(number))
 
 
 def test_what_was_written_is_found_by_its_identity(arena: Arena) -> None:
@@ -55,21 +55,21 @@ def test_what_was_written_is_found_by_its_identity(arena: Arena) -> None:
 
 
 def test_a_reservation_is_not_found_before_it_is_sealed(arena: Arena) -> None:
-    reservation = arena.reserve(name_of(1), 100)
+    reservation = arena.reserve(100)
     assert name_of(1) not in arena
     assert arena.lease(name_of(1)) is None
-    reservation.seal()
+    reservation.seal(name_of(1))
     assert name_of(1) in arena
 
 
 def test_memory_has_exactly_the_bytes_asked_for(arena: Arena) -> None:
     for nbytes in (0, 1, 4 * PAGE - 64):
-        reservation = arena.reserve(name_of(1), nbytes)
+        reservation = arena.reserve(nbytes)
         assert reservation.memory.nbytes == nbytes
         assert not reservation.memory.readonly
         reservation.cancel()
     with pytest.raises(ArenaFull):
-        arena.reserve(name_of(1), 4 * PAGE - 63)
+        arena.reserve(4 * PAGE - 63)
 
 
 def test_payloads_are_aligned_for_any_dtype(arena: Arena) -> None:
@@ -98,7 +98,7 @@ def test_the_least_recently_used_entry_is_evicted_first(arena: Arena) -> None:
 def test_a_full_arena_refuses_without_evicting_leased_entries(arena: Arena) -> None:
     leases = [put(arena, number) for number in range(4)]
     with pytest.raises(ArenaFull, match="at most 0 in a row"):
-        arena.reserve(name_of(4), 100)
+        arena.reserve(100)
     for number, lease in enumerate(leases):
         assert bytes(arena.view(lease.entry)) == bytes([number]) * 100
     assert arena.stats().full == 1
@@ -109,7 +109,7 @@ def test_nothing_is_evicted_when_that_would_not_make_enough_room(arena: Arena) -
     pinned = leases[1]
     del leases
     with pytest.raises(ArenaFull, match=f"at most {2 * PAGE} in a row"):
-        arena.reserve(name_of(9), 2 * PAGE)
+        arena.reserve(2 * PAGE)
     assert pinned.entry.identity in arena
     assert arena.stats().entries == 4
     assert arena.stats().evictions == 0
@@ -119,7 +119,7 @@ def test_evicting_makes_room_between_leased_entries(arena: Arena) -> None:
     leases = [put(arena, number) for number in range(4)]
     pinned = leases[1]
     del leases
-    assert arena.reserve(name_of(9), 2 * PAGE - 64).memory.nbytes == 2 * PAGE - 64
+    assert arena.reserve(2 * PAGE - 64).memory.nbytes == 2 * PAGE - 64
     assert bytes(arena.view(pinned.entry)) == b"\1" * 100
 
 
@@ -138,16 +138,16 @@ def test_one_lease_of_several_still_pins(arena: Arena) -> None:
 
 
 def test_an_open_reservation_is_not_given_away(arena: Arena) -> None:
-    held = [arena.reserve(name_of(number), 100) for number in range(4)]
+    held = [arena.reserve(100) for number in range(4)]
     with pytest.raises(ArenaFull):
-        arena.reserve(name_of(4), 100)
+        arena.reserve(100)
     held[2].cancel()
-    assert arena.reserve(name_of(4), 100).memory.nbytes == 100
+    assert arena.reserve(100).memory.nbytes == 100
 
 
 def test_a_reservation_that_is_dropped_gives_its_space_back(arena: Arena) -> None:
     def fail() -> None:
-        reservation = arena.reserve(name_of(1), 3 * PAGE)
+        reservation = arena.reserve(3 * PAGE)
         reservation.memory[0] = 1
         raise OSError
 
@@ -158,9 +158,9 @@ def test_a_reservation_that_is_dropped_gives_its_space_back(arena: Arena) -> Non
 
 
 def test_the_second_to_seal_one_identity_gets_the_first_one_s_entry(arena: Arena) -> None:
-    first, second = arena.reserve(name_of(1), 100), arena.reserve(name_of(1), 100)
+    first, second = arena.reserve(100), arena.reserve(100)
     first.memory[:] = second.memory[:] = b"x" * 100
-    leases = [first.seal(), second.seal()]
+    leases = [first.seal(name_of(1)), second.seal(name_of(1))]
     assert leases[0].entry == leases[1].entry
     stats = arena.stats()
     assert (stats.entries, stats.bytes_used, stats.bytes_written) == (1, PAGE, 100)
@@ -196,7 +196,7 @@ def test_the_counters_tell_what_happened(arena: Arena) -> None:
 @pytest.mark.parametrize("identity", [b"", b"x" * 15, b"x" * 33])
 def test_an_identity_of_another_length_is_refused(arena: Arena, identity: bytes) -> None:
     with pytest.raises(ValueError, match="16 to 32 bytes"):
-        arena.reserve(identity, 1)
+        arena.reserve(1).seal(identity)
 
 
 def test_threads_share_an_arena_without_losing_space(arena: Arena) -> None:
@@ -223,7 +223,7 @@ def test_threads_share_an_arena_without_losing_space(arena: Arena) -> None:
     assert arena.stats().leased_entries == 0
     arena.drop_unleased()
     assert arena.stats().bytes_used == 0
-    assert arena.reserve(name_of(9), 4 * PAGE - 64)
+    assert arena.reserve(4 * PAGE - 64)
 
 
 def test_the_file_is_only_ours_and_has_all_its_pages(tmp_path: Path) -> None:
@@ -266,16 +266,16 @@ def test_space_that_is_lost_after_the_check_is_refused_the_same_way(tmp_path: Pa
 def test_closing_removes_the_file_once_and_ends_all_use(tmp_path: Path) -> None:
     arena = Arena(4 * PAGE, tmp_path)
     lease = put(arena, 1)
-    open_reservation = arena.reserve(name_of(2), 10)
+    open_reservation = arena.reserve(10)
     arena.close()
     assert list(tmp_path.iterdir()) == []
     arena.close()
     with pytest.raises(ArenaGone):
-        arena.reserve(name_of(3), 10)
+        arena.reserve(10)
     with pytest.raises(ArenaGone):
         arena.view(lease.entry)
     with pytest.raises(ArenaGone):
-        open_reservation.seal()
+        open_reservation.seal(name_of(2))
     assert arena.lease(name_of(1)) is None
     assert name_of(1) not in arena
     arena.drop_unleased()

@@ -82,9 +82,9 @@ def other(arena: Arena, tmp_path: Path) -> Iterator[OtherProcess]:
 
 
 def put(arena: Arena, number: int, nbytes: int = 100) -> Lease:
-    reservation = arena.reserve(bytes([number]) * 16, nbytes)
+    reservation = arena.reserve(nbytes)
     reservation.memory[:] = bytes([number]) * nbytes
-    return reservation.seal()
+    return reservation.seal(bytes([number]) * 16)
 
 
 def test_another_process_reads_what_was_written(arena: Arena, other: OtherProcess) -> None:
@@ -144,7 +144,7 @@ def test_a_reference_to_an_evicted_entry_is_stale_before_its_space_is_used_again
     ref = put(arena, 1).entry
     view.check(ref)
     arena.drop_unleased()
-    reservation = arena.reserve(b"2" * 16, 100)
+    reservation = arena.reserve(100)
     for refuse in (view.check, view.read):
         with pytest.raises(StaleRef, match="no longer"):
             refuse(ref)

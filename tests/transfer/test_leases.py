@@ -64,7 +64,7 @@ def test_a_lease_cannot_be_duplicated(duplicate: object) -> None:
 
 
 def make_reservation(events: list[str]) -> Reservation:
-    def publish() -> Lease:
+    def publish(_: bytes) -> Lease:
         events.append("publish")
         return Lease(ENTRY, deque())
 
@@ -74,7 +74,7 @@ def make_reservation(events: list[str]) -> Reservation:
 def test_a_sealed_reservation_is_published_and_not_abandoned() -> None:
     events: list[str] = []
     reservation = make_reservation(events)
-    assert reservation.seal().entry == ENTRY
+    assert reservation.seal(ENTRY.identity).entry == ENTRY
     reservation.cancel()
     del reservation
     assert events == ["publish"]
@@ -92,22 +92,22 @@ def test_a_cancelled_reservation_is_abandoned_once_and_cannot_be_sealed() -> Non
     reservation.cancel()
     reservation.cancel()
     with pytest.raises(RuntimeError, match="sealed or cancelled"):
-        reservation.seal()
+        reservation.seal(ENTRY.identity)
     del reservation
     assert events == ["abandon"]
 
 
 def test_sealing_twice_is_refused() -> None:
     reservation = make_reservation([])
-    reservation.seal()
+    reservation.seal(ENTRY.identity)
     with pytest.raises(RuntimeError, match="sealed or cancelled"):
-        reservation.seal()
+        reservation.seal(ENTRY.identity)
 
 
 def test_memory_cannot_be_written_after_sealing() -> None:
     reservation = make_reservation([])
     memory = reservation.memory
     memory[0] = 1
-    reservation.seal()
+    reservation.seal(ENTRY.identity)
     with pytest.raises(ValueError, match="released"):
         memory[0] = 2

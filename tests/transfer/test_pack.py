@@ -80,9 +80,9 @@ def test_an_item_comes_back_as_it_was_in_another_mapping(tmp_path: Path) -> None
     plan = pack.plan(item)
     assert plan is not None
     with Arena(2**16, tmp_path) as arena, ArenaView(arena.id, tmp_path) as view:
-        reservation = arena.reserve(b"i" * 16, plan.nbytes)
+        reservation = arena.reserve(plan.nbytes)
         pack.write(plan, item, reservation.memory)
-        lease = reservation.seal()
+        lease = reservation.seal(b"i" * 16)
         received = over_the_wire(pack.refer(plan, item, lease.entry))
         reference = pack.read_reference(received)
         assert reference.entry == lease.entry
