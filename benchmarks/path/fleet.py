@@ -1,9 +1,10 @@
 """Whole servers: text requests beside plain vLLM's, and KV routing beside round-robin.
 
-Two workers serve everything of Foveal here. Text goes through a frontend in kv mode and,
-in turns, to vLLM's own server. Then vLLM's server is stopped and a second frontend, in
-round-robin mode, shares the workers: both modes get the same requests in the same order,
-in turns, with empty caches each time.
+Text goes through a frontend in kv mode to one worker and, in turns, to vLLM's own server:
+one engine on either side, since a second one would poll its queues on the same cores, as
+it never does on a machine of its own. Then vLLM's server is stopped, and a second worker
+and a second frontend, in round-robin mode, are started: both modes get the same requests
+in the same order, in turns, with empty caches each time.
 """
 
 from __future__ import annotations
@@ -48,20 +49,21 @@ KV_OUTPUT_TOKENS = 8
 def measure() -> list[Metric]:
     with Servers() as servers:
         kv, round_robin, plain = free_ports(3)
-        for number in range(WORKERS):
-            servers.start_worker(f"worker-{number + 1}")
+        servers.start_worker("worker-1")
         reference = servers.start_plain("plain-vllm", plain)
         servers.start_frontend("frontend-kv", kv)
         servers.wait(
-            "fleet and plain vLLM", lambda: is_up(plain) and ready_workers(kv) == WORKERS
+            "fleet and plain vLLM", lambda: is_up(plain) and ready_workers(kv) == 1
         )
         metrics = [_text_latency(kv, plain)]
         servers.stop(reference)
+        servers.start_worker("worker-2")
         servers.start_frontend(
             "frontend-round-robin", round_robin, "--router-mode", "round-robin"
         )
         servers.wait(
-            "the second frontend", lambda: ready_workers(round_robin) == WORKERS
+            "the second worker and frontend",
+            lambda: ready_workers(kv) == ready_workers(round_robin) == WORKERS,
         )
         return metrics + _kv_routing(kv, round_robin)
 
