@@ -20,9 +20,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
@@ -33,7 +33,7 @@ from transfer.arena import Arena
 from transfer.errors import ArenaFull
 from transfer.identity import IdentityHasher
 from transfer.leases import Lease
-from transfer.pack import is_packed, plan, refer, write
+from transfer.pack import is_packed, moving_fields, plan, refer
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing.processor import ResolvedPromptUpdate
@@ -165,29 +165,37 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
         """
         if is_packed(item):
             raise VLLMValidationError("multimodal items must hold data, not references")
-        try:
-            identity = self._hasher.digest(
-                ((name, elem.data) for name, elem in item.items()), self._model
-            )
-        except TypeError as error:
-            raise VLLMValidationError(f"a multimodal item without data: {error}") from error
         tensors = plan(item)
         if tensors is None or self._arena is None:
-            return IdentifiedItem(item, identity.hex(), None)
-        lease = self._arena.lease(identity)
-        if lease is None:
-            try:
-                reservation = self._arena.reserve(tensors.nbytes)
-            except ArenaFull:
+            return self._whole(item)
+        try:
+            reservation = self._arena.reserve(tensors.nbytes)
+        except ArenaFull:
+            whole = self._whole(item)
+            lease = self._arena.lease(bytes.fromhex(whole.identity))
+            if lease is None:
                 self.inlined += 1
-                return IdentifiedItem(item, identity.hex(), None)
+                return whole
+        else:
             try:
-                write(tensors, item, reservation.memory)
+                identity = self._digest(moving_fields(tensors, item, reservation.memory))
                 lease = reservation.seal(identity)
             except BaseException:
                 reservation.cancel()
                 raise
-        return IdentifiedItem(refer(tensors, item, lease.entry), identity.hex(), lease)
+        return IdentifiedItem(
+            refer(tensors, item, lease.entry), lease.entry.identity.hex(), lease
+        )
+
+    def _whole(self, item: MultiModalKwargsItem) -> IdentifiedItem:
+        identity = self._digest((name, elem.data) for name, elem in item.items())
+        return IdentifiedItem(item, identity.hex(), None)
+
+    def _digest(self, fields: Iterable[tuple[str, Any]]) -> bytes:
+        try:
+            return self._hasher.digest(fields, self._model)
+        except TypeError as error:
+            raise VLLMValidationError(f"a multimodal item without data: {error}") from error
 
     def _cached(
         self, mm_hash: str

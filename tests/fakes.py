@@ -42,9 +42,10 @@ from transfer.arena_layout import SHM
 from transfer.block_hash_root import root_hash_of
 from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
-from transfer.messages import PROTOCOL_VERSION, Ready, WorkerFacts
+from transfer.messages import PROTOCOL_VERSION, Frame, Ready, WorkerFacts, decode_request
 from transfer.registry import Registry, WorkerRecord, this_process
 from workers.arena_worker import ArenaReader
+from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
@@ -185,7 +186,9 @@ class FakeEngine:
         self.dead = False
         self._outputs: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
 
-    async def add_request_async(self, request: EngineCoreRequest) -> None:
+    def add(self, frames: Sequence[Frame]) -> None:
+        """What ``workers.engine_inputs.EngineInputs`` does with vLLM's client."""
+        request = decode_request(frames)
         self._run_step(request)
         self.added.put_nowait(request)
         if not self.stalled:
@@ -222,7 +225,7 @@ class FakeEngine:
                 raise outputs
             on_outputs(outputs)
 
-    async def abort_requests_async(self, request_ids: list[str]) -> None:
+    def abort(self, request_ids: list[str]) -> None:
         self.aborted.put_nowait(list(request_ids))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
@@ -277,7 +280,8 @@ class FakeWorker:
         self.kv_state = KvState(self.facts.block_size, epoch)
         self.frontends = Frontends()
         engine = cast("AsyncMPClient", self.engine)
-        self.outbox = Outbox(engine, self.link, self.frontends)
+        inputs = cast("EngineInputs", self.engine)
+        self.outbox = Outbox(engine, inputs, self.link, self.frontends)
         self.ready = Ready(
             worker=name,
             facts=self.facts,
@@ -289,6 +293,7 @@ class FakeWorker:
         self.inbox = Inbox(
             self.ready,
             engine,
+            inputs,
             self.link,
             self.kv_publisher,
             self.kv_state,

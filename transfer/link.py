@@ -33,6 +33,9 @@ HEARTBEAT_SECONDS = 1.0
 LAST_WORDS_MS = 200
 """How long closing may take to get a last message out, in milliseconds."""
 
+OnMessage = Callable[[str, Message, Sequence[Frame]], None]
+"""Takes a frontend's name, what it says and the frames behind that."""
+
 _MAPPED_IPV4 = re.compile(r"^tcp://\[::ffff:([0-9.]+)\]:")
 """How a socket that speaks IPv6 too names an IPv4 address."""
 
@@ -68,11 +71,14 @@ class _Socket:
         if self._reader is not None:
             self._reader.look_again()
 
+    def _read_with(self, on_frames: Callable[[list[Frame]], None]) -> None:
+        self._reader = SocketReader(
+            self._socket, on_frames, copy=self.copies_what_it_receives
+        )
+
     async def _frames(self) -> list[Frame]:
         if self._reader is None:
-            self._reader = SocketReader(
-                self._socket, self._received.put_nowait, copy=self.copies_what_it_receives
-            )
+            self._read_with(self._received.put_nowait)
         return await self._received.get()
 
     def _count_bad(self, sender: str, error: BadMessage) -> None:
@@ -137,16 +143,33 @@ class WorkerLink(_Socket):
     def send(self, frontend: str, message: Message, payload: Sequence[Frame] = ()) -> None:
         self._put([frontend.encode(), *encode(message, payload)])
 
-    async def receive(self) -> tuple[str, Message, Sequence[Frame]]:
-        while True:
-            peer, *frames = await self._frames()
+    async def listen(self, on_message: OnMessage) -> None:
+        """Call ``on_message`` with what each frontend says until cancelled.
+
+        Straight from the socket's callback: a request passes without waking a task.
+
+        Raises:
+            Exception: what ``on_message`` raised; nothing is read after that.
+        """
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def on_frames(frames: list[Frame]) -> None:
+            if failed.done():
+                return
+            peer, *rest = frames
             name = bytes(peer).decode(errors="replace")
             try:
-                message, payload = decode(frames)
+                message, payload = decode(rest)
             except BadMessage as error:
                 self._count_bad(name, error)
-                continue
-            return name, message, payload
+                return
+            try:
+                on_message(name, message, payload)
+            except Exception as error:
+                failed.set_exception(error)
+
+        self._read_with(on_frames)
+        await failed
 
 
 class KvPublisher(_Socket):

@@ -29,6 +29,7 @@ from vllm.multimodal.inputs import (
 )
 
 from transfer.errors import BadMessage
+from transfer.identity import Moving
 from transfer.tensor_ref import EntryRef, ItemRef, TensorSpec
 
 REFERENCE_KEY = "foveal.reference"
@@ -90,14 +91,32 @@ def plan(item: MultiModalKwargsItem) -> ItemPlan | None:
     return ItemPlan(end, tuple(tensors), fields) if fields else None
 
 
+def moving_fields(
+    plan: ItemPlan, item: MultiModalKwargsItem, memory: memoryview
+) -> list[tuple[str, Any]]:
+    """Return the fields of ``item`` as ``IdentityHasher.digest`` takes them.
+
+    Digesting them copies the planned tensors to their places in ``memory``, each once.
+
+    Raises:
+        ValueError: the memory or the item is not what the plan was made for.
+    """
+    _require_room(plan, memory)
+    return [
+        (key, _moving(plan, plan.fields[key], elem.data, memory))
+        if key in plan.fields
+        else (key, elem.data)
+        for key, elem in item.items()
+    ]
+
+
 def write(plan: ItemPlan, item: MultiModalKwargsItem, memory: memoryview) -> None:
     """Copy the tensors of ``item`` to their places in ``memory``, each once.
 
     Raises:
         ValueError: the memory or the item is not what the plan was made for.
     """
-    if memory.nbytes != plan.nbytes:
-        raise ValueError(f"{memory.nbytes} bytes of memory for a plan of {plan.nbytes}")
+    _require_room(plan, memory)
     for key, indices in plan.fields.items():
         _write(plan, indices, item[key].data, memory)
 
@@ -204,14 +223,32 @@ def _without_data(elem: MultiModalFieldElem) -> MultiModalFieldElem:
     return MultiModalFieldElem(data=None, field=elem.field)  # type: ignore[arg-type]
 
 
+def _require_room(plan: ItemPlan, memory: memoryview) -> None:
+    if memory.nbytes != plan.nbytes:
+        raise ValueError(f"{memory.nbytes} bytes of memory for a plan of {plan.nbytes}")
+
+
+def _spec_of(plan: ItemPlan, index: int, tensor: torch.Tensor) -> TensorSpec:
+    spec = plan.tensors[index]
+    if (_DTYPE_NAMES.get(tensor.dtype), tuple(tensor.shape)) != (spec.dtype, spec.shape):
+        raise ValueError("the item is not the one that the plan was made for")
+    return spec
+
+
+def _moving(plan: ItemPlan, indices: Indices, data: Any, memory: memoryview) -> Any:
+    if isinstance(indices, list):
+        parts = zip(indices, data, strict=True)
+        return [_moving(plan, part_indices, part, memory) for part_indices, part in parts]
+    start = _spec_of(plan, indices, data).offset
+    return Moving(data, memory[start : start + data.nbytes])
+
+
 def _write(plan: ItemPlan, indices: Indices, data: Any, memory: memoryview) -> None:
     if isinstance(indices, list):
         for part_indices, part in zip(indices, data, strict=True):
             _write(plan, part_indices, part, memory)
         return
-    spec = plan.tensors[indices]
-    if (_DTYPE_NAMES.get(data.dtype), tuple(data.shape)) != (spec.dtype, spec.shape):
-        raise ValueError("the item is not the one that the plan was made for")
+    spec = _spec_of(plan, indices, data)
     if data.numel():
         _copy(data, _over(memory, data.dtype, spec.shape, spec.offset))
 

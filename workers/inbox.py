@@ -1,7 +1,7 @@
 """What frontends say, applied to the engine.
 
-vLLM names relied on: AsyncMPClient.add_request_async, call_utility_async,
-collective_rpc_async.
+vLLM names relied on: AsyncMPClient.call_utility_async, collective_rpc_async;
+SamplingParams.extra_args.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -40,6 +41,7 @@ from transfer.messages import (
     decode_request,
     encode_payload,
 )
+from workers.engine_inputs import EngineInputs
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
 from workers.kv_state import KvState
 from workers.outbox import Outbox
@@ -69,6 +71,7 @@ class Inbox:
         self,
         ready: Ready,
         engine: AsyncMPClient,
+        inputs: EngineInputs,
         link: WorkerLink,
         kv_publisher: KvPublisher,
         kv_state: KvState,
@@ -77,6 +80,7 @@ class Inbox:
     ) -> None:
         self._ready = ready
         self._engine = engine
+        self._inputs = inputs
         self._link = link
         self._kv_publisher = kv_publisher
         self._kv_state = kv_state
@@ -94,19 +98,20 @@ class Inbox:
         Raises:
             EngineDeadError: the engine has died.
         """
-        while True:
-            name, message, payload = await self._link.receive()
-            if isinstance(message, Hello):
-                self._greet(name, message)
-                continue
-            frontend = self._frontends.get(name)
-            if frontend is None:
-                # It knows us from before we were restarted, or we gave it up.
-                if name not in self._greeting and not isinstance(message, Bye):
-                    self._link.send(name, Bye())
-                continue
-            frontend.last_seen = time.monotonic()
-            await self._apply(frontend, message, payload)
+        await self._link.listen(self._on_message)
+
+    def _on_message(self, name: str, message: Message, payload: Sequence[Frame]) -> None:
+        if isinstance(message, Hello):
+            self._greet(name, message)
+            return
+        frontend = self._frontends.get(name)
+        if frontend is None:
+            # It knows us from before we were restarted, or we gave it up.
+            if name not in self._greeting and not isinstance(message, Bye):
+                self._link.send(name, Bye())
+            return
+        frontend.last_seen = time.monotonic()
+        self._apply(frontend, message, payload)
 
     async def drop_silent_frontends(self) -> None:
         """Drop frontends that have stopped pinging, until cancelled."""
@@ -125,14 +130,14 @@ class Inbox:
         for name in self._frontends.names():
             self._link.send(name, Bye())
 
-    async def _apply(
+    def _apply(
         self, frontend: Frontend, message: Message, payload: Sequence[Frame]
     ) -> None:
         match message:
             case AddRequest():
-                await self._add(frontend, message.request_id, payload)
+                self._add(frontend, message.request_id, payload)
             case AbortRequests():
-                await self._outbox.abort(frontend.name, message.request_ids)
+                self._outbox.abort(frontend.name, message.request_ids)
             case Ping():
                 self._link.send(frontend.name, Pong())
             case AskSnapshot():
@@ -144,28 +149,21 @@ class Inbox:
             case _:
                 logger.warning("%s sent %s", frontend.name, type(message).__name__)
 
-    async def _add(
-        self, frontend: Frontend, request_id: str, payload: Sequence[Frame]
-    ) -> None:
+    def _add(self, frontend: Frontend, request_id: str, payload: Sequence[Frame]) -> None:
         try:
             request = decode_request(payload)
             if request.request_id != request_id:
                 raise BadMessage(f"holds request {request.request_id}")
+            if request.client_index != 0:  # the engine would answer somebody else
+                raise BadMessage(f"client index {request.client_index}")
             frontend.check_references(request)
+            if not self._frontends.begin(frontend, request_id, streams=request.resumable):
+                raise BadMessage("a request of this id is running")
+            self._inputs.add(_acceptable(request, payload))
         except BadMessage as error:
             self._outbox.fail(frontend.name, request_id, str(error))
-            return
         except TransferError as error:
             self._link.send(frontend.name, TensorsMissing(request_id, str(error)))
-            return
-        if request.sampling_params is not None and request.sampling_params.extra_args:
-            # Clients may ask the engine to announce reused blocks as if they were new:
-            # they would be counted as copies that never go.
-            request.sampling_params.extra_args.pop("kv_cache_report_mode", None)
-        if not self._frontends.begin(frontend, request_id, streams=request.resumable):
-            self._outbox.fail(frontend.name, request_id, "a request of this id is running")
-            return
-        await self._engine.add_request_async(request)
 
     def _greet(self, name: str, hello: Hello) -> None:
         if name in self._greeting:
@@ -250,7 +248,7 @@ class Inbox:
 
     async def _clean_up(self, frontend: Frontend, left: list[str]) -> None:
         """Free what is held for a frontend that has gone."""
-        await self._engine.abort_requests_async(left)
+        self._inputs.abort(left)
         await self._outbox.engine_is_past()
         if frontend.view is not None and frontend.arena is not None:
             frontend.view.close()
@@ -296,6 +294,17 @@ class Inbox:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("failed: %r", error)
+
+
+def _acceptable(request: EngineCoreRequest, payload: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames that the engine may have: those of the request, nearly always."""
+    extra_args = request.sampling_params.extra_args if request.sampling_params else None
+    if not extra_args or "kv_cache_report_mode" not in extra_args:
+        return payload
+    # Clients may ask the engine to announce reused blocks as if they were new: they would
+    # be counted as copies that never go.
+    del extra_args["kv_cache_report_mode"]
+    return encode_payload(request)
 
 
 def _with_transfer(ready: Ready, transfer: str, reason: str) -> Ready:

@@ -1,6 +1,6 @@
 """What the engine says, sent to whom it concerns.
 
-vLLM names relied on: AsyncMPClient.collective_rpc_async, abort_requests_async;
+vLLM names relied on: AsyncMPClient.collective_rpc_async;
 EngineCoreOutputs, EngineCoreOutput, FinishReason; WorkerBase.synchronize_device.
 """
 
@@ -15,6 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from transfer.link import WorkerLink
 from transfer.messages import Outputs, Released, encode_payload
+from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,15 @@ RELEASE_SECONDS = 60.0
 class Outbox:
     """Splits the engine's outputs by owner, and confirms aborts."""
 
-    def __init__(self, engine: AsyncMPClient, link: WorkerLink, frontends: Frontends) -> None:
+    def __init__(
+        self,
+        engine: AsyncMPClient,
+        inputs: EngineInputs,
+        link: WorkerLink,
+        frontends: Frontends,
+    ) -> None:
         self._engine = engine
+        self._inputs = inputs
         self._link = link
         self._frontends = frontends
         self._aborted: list[tuple[str, str]] = []
@@ -65,7 +73,7 @@ class Outbox:
             frontend, Outputs(), encode_payload(EngineCoreOutputs(outputs=[output]))
         )
 
-    async def abort(self, frontend: str, request_ids: list[str]) -> None:
+    def abort(self, frontend: str, request_ids: list[str]) -> None:
         """Have the engine drop requests; ``Released`` follows when it has let go."""
         running = []
         for request_id in request_ids:
@@ -73,7 +81,7 @@ class Outbox:
             if owner is not None and owner.name == frontend:
                 self._frontends.end(request_id)
                 running.append(request_id)
-        await self._engine.abort_requests_async(running)
+        self._inputs.abort(running)
         # Requests that have ended by themselves are confirmed too: whoever aborts waits.
         self._aborted += [(frontend, request_id) for request_id in request_ids]
         self._something_aborted.set()

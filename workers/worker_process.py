@@ -34,6 +34,7 @@ from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
 from transfer.registry import Registry, WorkerRecord, this_process
 from workers.engine_args import engine_config, facts_of
+from workers.engine_inputs import EngineInputs
 from workers.engine_outputs import follow_engine
 from workers.frontends import Frontends
 from workers.inbox import Inbox
@@ -143,8 +144,9 @@ async def _serve(
     )
     kv_state = KvState(facts.block_size, epoch)
     frontends = Frontends()
-    outbox = Outbox(engine, link, frontends)
-    inbox = Inbox(ready, engine, link, kv_publisher, kv_state, frontends, outbox)
+    inputs = EngineInputs(engine)
+    outbox = Outbox(engine, inputs, link, frontends)
+    inbox = Inbox(ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox)
 
     work = [
         loop.create_task(follow_engine(engine, outbox.deliver), name="outputs"),

@@ -5,7 +5,7 @@ runner. Engine and runner are the same two processes for both, so what is compar
 what goes through them:
 
 - this process sends as vLLM's engine client does, or as our frontend does;
-- the worker runs our inbox (decode, check of references, encode) before an engine client;
+- the worker runs our inbox (decode, check of references, pass on) before an engine client;
 - the engine decodes in its input thread and broadcasts what its scheduler would, through
   vLLM's MessageQueue;
 - the runner dequeues and calls ``execute_model`` of our worker class, which stands before

@@ -24,11 +24,12 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.request import Request
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.serial_utils import MsgpackDecoder
 
-from transfer.link import KvPublisher, WorkerLink
+from transfer.link import KvPublisher, OnMessage, WorkerLink
 from transfer.messages import Frame, Message, Ready
 from workers.arena_worker import ArenaReader
+from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
@@ -83,61 +84,78 @@ def run_worker(addresses: Addresses, ready: bytes) -> None:
 async def _work(addresses: Addresses, ready: Ready) -> None:
     context = zmq.asyncio.Context()
     link = _StampedLink(context, addresses.requests)
-    engine = _EngineLine(context, addresses, link)
+    engine = _EngineLine(context, addresses)
     await engine.connected()
     client, frontends = cast(AsyncMPClient, engine), Frontends()
+    inputs = _StampedInputs(client, link, addresses)
     inbox = Inbox(
         ready,
         client,
+        inputs,
         link,
         KvPublisher(context, addresses.kv),
         KvState(ready.facts.block_size, ready.epoch),
         frontends,
-        Outbox(client, link, frontends),
+        Outbox(client, inputs, link, frontends),
     )
     await inbox.run()
 
 
 class _StampedLink(WorkerLink):
-    """Remembers when the last message came."""
+    """Remembers when the last message came, and of which request it was."""
 
     received = 0.0
+    request_id = ""
 
-    async def receive(self) -> tuple[str, Message, Sequence[Frame]]:
-        received = await super().receive()
-        self.received = time.monotonic()
-        return received
+    async def listen(self, on_message: OnMessage) -> None:
+        def stamp(name: str, message: Message, payload: Sequence[Frame]) -> None:
+            self.received = time.monotonic()
+            self.request_id = getattr(message, "request_id", "")
+            on_message(name, message, payload)
+
+        await super().listen(stamp)
+
+
+class _StampedInputs(EngineInputs):
+    """Reports when a request went on."""
+
+    def __init__(
+        self, engine: AsyncMPClient, link: _StampedLink, addresses: Addresses
+    ) -> None:
+        super().__init__(engine)
+        self._link = link
+        self._reports = zmq.Context.instance().socket(zmq.PUSH)
+        self._reports.connect(addresses.reports)
+
+    def add(self, frames: Sequence[Frame]) -> None:
+        super().add(frames)
+        times = {"received": self._link.received, "forwarded": time.monotonic()}
+        counts = {"worker": total_bytes(frames)}
+        report = Report(self._link.request_id, times, counts)
+        self._reports.send(msgspec.msgpack.encode(report))
 
 
 class _EngineLine:
-    """Sends as vLLM's AsyncMPClient does."""
+    """What our parts use of vLLM's AsyncMPClient, before the engine of this chain."""
 
-    def __init__(
-        self, context: zmq.asyncio.Context, addresses: Addresses, link: _StampedLink
-    ) -> None:
-        self._socket: Any = make_zmq_socket(
+    core_engine = ENGINE
+
+    def __init__(self, context: zmq.asyncio.Context, addresses: Addresses) -> None:
+        self.input_socket: Any = make_zmq_socket(
             context, addresses.routed, zmq.ROUTER, bind=True
         )
-        self._reports = context.socket(zmq.PUSH)
-        self._reports.connect(addresses.reports)
-        self._encoder = MsgpackEncoder()
-        self._link = link
 
     async def connected(self) -> None:
-        await self._socket.recv_multipart()
+        await self.input_socket.recv_multipart()
 
-    async def add_request_async(self, request: EngineCoreRequest) -> None:
-        frames = (EngineCoreRequestType.ADD.value, *self._encoder.encode(request))
-        await self._socket.send_multipart((ENGINE, *frames), copy=False)
-        times = {"received": self._link.received, "forwarded": time.monotonic()}
-        counts = {"worker": total_bytes(frames)}
-        report = Report(request.request_id, times, counts)
-        await self._reports.send(msgspec.msgpack.encode(report))
+    def ensure_alive(self) -> None:
+        pass
 
     async def collective_rpc_async(self, method: str, args: tuple[str, bytes]) -> list[str]:
         if method != "attach_arena":
             raise NotImplementedError(method)
-        await self._socket.send_multipart([ENGINE, ATTACH, msgspec.msgpack.encode(args)])
+        message = [ENGINE, ATTACH, msgspec.msgpack.encode(args)]
+        await self.input_socket.send_multipart(message)
         return [""]  # the runner ends if it cannot
 
 

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from transfer.errors import BadSeed
-from transfer.identity import IdentityHasher, _create_seed, load_or_create_seed
+from transfer.identity import (
+    CHUNK_BYTES,
+    IdentityHasher,
+    Moving,
+    _create_seed,
+    load_or_create_seed,
+)
 
 SEED = bytes(range(32))
 ALGORITHMS = ("xxh3_128", "blake3")
@@ -160,3 +166,25 @@ def test_a_link_in_place_of_a_seed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "seed").symlink_to(tmp_path / "real")
     with pytest.raises(OSError):
         load_or_create_seed(tmp_path / "seed")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("length", [0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 3])
+def test_a_moving_tensor_is_copied_and_has_the_same_identity(
+    algorithm: str, length: int
+) -> None:
+    tensor = torch.arange(length).to(torch.uint8)
+    target = bytearray(b"\xff" * length)
+    moving = Moving(tensor, memoryview(target))
+    fields = {"a": [moving, 1], "b": 2}
+    assert digest(fields, algorithm=algorithm) == digest(
+        {"a": [tensor, 1], "b": 2}, algorithm=algorithm
+    )
+    assert bytes(target) == tensor.numpy().tobytes()
+
+
+def test_a_moving_tensor_is_copied_in_row_major_order() -> None:
+    tensor = torch.arange(6, dtype=torch.int16).view(2, 3).T
+    target = bytearray(12)
+    assert digest({"a": Moving(tensor, memoryview(target))}) == digest({"a": tensor})
+    assert torch.frombuffer(target, dtype=torch.int16).tolist() == [0, 3, 1, 4, 2, 5]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from transfer.messages import (
     AbortRequests,
     AddRequest,
     Bye,
+    Frame,
     KvDelta,
+    Message,
     Ping,
     Pong,
     decode_request,
@@ -31,6 +34,24 @@ from transfer.registry import Registry
 pytestmark = pytest.mark.anyio
 
 
+class HeardWorkerLink(WorkerLink):
+    """Keeps what it hears until it is asked for."""
+
+    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+        super().__init__(context, address)
+        self._heard: asyncio.Queue[tuple[str, Message, Sequence[Frame]]] = asyncio.Queue()
+        self._listening = asyncio.create_task(
+            self.listen(lambda *heard: self._heard.put_nowait(heard))
+        )
+
+    async def receive(self) -> tuple[str, Message, Sequence[Frame]]:
+        return await self._heard.get()
+
+    def close(self) -> None:
+        self._listening.cancel()
+        super().close()
+
+
 class Ends:
     """Opens ends of lines, and closes them with the test."""
 
@@ -38,8 +59,8 @@ class Ends:
         self.context = zmq.asyncio.Context()
         self._open = ExitStack()
 
-    def worker(self, address: str) -> WorkerLink:
-        return self._open.enter_context(closing(WorkerLink(self.context, address)))
+    def worker(self, address: str) -> HeardWorkerLink:
+        return self._open.enter_context(closing(HeardWorkerLink(self.context, address)))
 
     def frontend(self, name: str, address: str) -> FrontendLink:
         return self._open.enter_context(closing(FrontendLink(self.context, name, address)))
@@ -235,3 +256,21 @@ async def test_a_port_is_found_and_named_where_none_is_given(ends: Ends, host: s
     frontend = ends.frontend("frontend-1", worker.address)
     frontend.send(Ping())
     assert (await within(worker.receive()))[1] == Ping()
+
+
+async def test_whoever_listens_gets_what_its_callback_raised(
+    ends: Ends, sockets: Path
+) -> None:
+    worker = ends._open.enter_context(closing(WorkerLink(ends.context, f"ipc://{sockets}/r")))
+    frontend = ends.frontend("frontend-1", worker.address)
+    heard = []
+
+    def on_message(name: str, message: Message, payload: Sequence[Frame]) -> None:
+        heard.append(message)
+        raise KeyError(name)
+
+    frontend.send(Ping())
+    frontend.send(Bye())
+    with pytest.raises(KeyError, match="frontend-1"):
+        await within(worker.listen(on_message))
+    assert heard == [Ping()]

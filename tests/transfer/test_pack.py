@@ -23,6 +23,7 @@ from transfer import pack
 from transfer.arena import Arena
 from transfer.arena_view import ArenaView
 from transfer.errors import BadMessage
+from transfer.identity import SEED_BYTES, IdentityHasher
 from transfer.pack import REFERENCE_KEY
 from transfer.tensor_ref import EntryRef, ItemRef, TensorSpec
 
@@ -52,6 +53,12 @@ def packed_into_memory(item: MultiModalKwargsItem) -> tuple[MultiModalKwargsItem
     assert plan is not None
     memory = memoryview(bytearray(plan.nbytes))
     pack.write(plan, item, memory)
+    digested = memoryview(bytearray(plan.nbytes))
+    moving = pack.moving_fields(plan, item, digested)
+    hasher = IdentityHasher(bytes(SEED_BYTES))
+    fields = [(name, item[name].data) for name in item]
+    assert hasher.digest(moving, "") == hasher.digest(fields, "")
+    assert digested == memory
     return pack.refer(plan, item, entry_of(plan.nbytes)), memory
 
 
@@ -230,12 +237,13 @@ def test_a_plan_is_not_used_for_other_memory_items_or_entries() -> None:
     item = image_item()
     plan = pack.plan(item)
     assert plan is not None
-    with pytest.raises(ValueError, match="bytes of memory"):
-        pack.write(plan, item, memoryview(bytearray(plan.nbytes + 1)))
     memory = memoryview(bytearray(plan.nbytes))
-    for other in (torch.zeros(100, 60), torch.zeros(60, 100, dtype=torch.int32)):
-        with pytest.raises(ValueError, match="not the one"):
-            pack.write(plan, image_item(other), memory)
+    for put in (pack.write, pack.moving_fields):
+        with pytest.raises(ValueError, match="bytes of memory"):
+            put(plan, item, memoryview(bytearray(plan.nbytes + 1)))
+        for other in (torch.zeros(100, 60), torch.zeros(60, 100, dtype=torch.int32)):
+            with pytest.raises(ValueError, match="not the one"):
+                put(plan, image_item(other), memory)
     with pytest.raises(ValueError, match="an entry of"):
         pack.refer(plan, item, entry_of(plan.nbytes - 1))
 

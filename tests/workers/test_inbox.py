@@ -412,10 +412,10 @@ async def test_an_abort_is_passed_on_and_confirmed(worker: FakeWorker, line: Lin
 async def test_the_end_of_the_engine_ends_the_inbox(worker: FakeWorker, line: Line) -> None:
     await line.greet()
 
-    async def dead(request: object) -> None:
+    def dead(frames: object) -> None:
         raise EngineDeadError()
 
-    worker.engine.add_request_async = dead  # type: ignore[method-assign]
+    worker.engine.add = dead  # type: ignore[method-assign]
     line.add(make_request("r"))
     inbox = next(t for t in worker._tasks if "Inbox.run" in repr(t))
     with pytest.raises(EngineDeadError):
