@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -31,6 +32,7 @@ from transfer.messages import (
     KvDelta,
     KvSnapshot,
     Message,
+    NixlOffer,
     Ping,
     Pong,
     Ready,
@@ -42,7 +44,9 @@ from transfer.messages import (
 )
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
 from workers.kv_state import KvState
+from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
+from workers.waiting_requests import WaitingRequests
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +78,7 @@ class Inbox:
         kv_state: KvState,
         frontends: Frontends,
         outbox: Outbox,
+        nixl: NixlTransfer,
     ) -> None:
         self._ready = ready
         self._engine = engine
@@ -82,6 +87,10 @@ class Inbox:
         self._kv_state = kv_state
         self._frontends = frontends
         self._outbox = outbox
+        self._nixl = nixl
+        self._waiting = WaitingRequests(
+            frontends, engine.add_request_async, self._send_missing
+        )
         self._seed_fingerprint = ready.facts.identity_seed_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: set[str] = set()
@@ -130,8 +139,14 @@ class Inbox:
     ) -> None:
         match message:
             case AddRequest():
-                await self._add(frontend, message.request_id, payload)
+                await self._add(frontend, message.request_id, message.part, payload)
+            case NixlOffer():
+                name = frontend.name
+                self._nixl.accept(
+                    frontend, message.arena, lambda answer: self._link.send(name, answer)
+                )
             case AbortRequests():
+                self._waiting.cancel(frontend, message.request_ids)
                 await self._outbox.abort(frontend.name, message.request_ids)
             case Ping():
                 self._link.send(frontend.name, Pong())
@@ -145,8 +160,12 @@ class Inbox:
                 logger.warning("%s sent %s", frontend.name, type(message).__name__)
 
     async def _add(
-        self, frontend: Frontend, request_id: str, payload: Sequence[Frame]
+        self, frontend: Frontend, request_id: str, part: int, payload: Sequence[Frame]
     ) -> None:
+        if not frontend.comes_next(request_id, part):
+            reason = "an earlier part of it is missing"
+            self._send_missing(frontend, request_id, part, reason)
+            return
         try:
             request = decode_request(payload)
             if request.request_id != request_id:
@@ -156,7 +175,7 @@ class Inbox:
             self._outbox.fail(frontend.name, request_id, str(error))
             return
         except TransferError as error:
-            self._link.send(frontend.name, TensorsMissing(request_id, str(error)))
+            self._send_missing(frontend, request_id, part, str(error))
             return
         if request.sampling_params is not None and request.sampling_params.extra_args:
             # Clients may ask the engine to announce reused blocks as if they were new:
@@ -165,7 +184,14 @@ class Inbox:
         if not self._frontends.begin(frontend, request_id, streams=request.resumable):
             self._outbox.fail(frontend.name, request_id, "a request of this id is running")
             return
-        await self._engine.add_request_async(request)
+        cache = self._nixl.cache
+        if cache is None or not self._waiting.take(frontend, request, part, cache):
+            await self._engine.add_request_async(request)
+
+    def _send_missing(
+        self, frontend: Frontend, request_id: str, part: int, reason: str
+    ) -> None:
+        self._link.send(frontend.name, TensorsMissing(request_id, reason, part))
 
     def _greet(self, name: str, hello: Hello) -> None:
         if name in self._greeting:
@@ -206,7 +232,16 @@ class Inbox:
             mode = "inline" if frontend.view is None else "shm"
             logger.info("frontend %s connected: %s (%s)", name, mode, reason)
             frontend.last_seen = time.monotonic()
-            self._link.send(name, _with_transfer(self._ready, mode, reason))
+            asks = frontend.view is None and hello.transfer in ("auto", "nixl")
+            if asks and self._nixl.unusable:
+                reason += f"; no NIXL: {self._nixl.unusable}"
+            ready = replace(
+                self._ready,
+                transfer=mode,
+                transfer_reason=reason,
+                nixl=not self._nixl.unusable,
+            )
+            self._link.send(name, ready)
         finally:
             self._greeting.discard(name)
 
@@ -217,6 +252,8 @@ class Inbox:
         frontend.arena = hello.arena
         if hello.transfer == "inline":
             return "asked for"
+        if hello.transfer == "nixl":
+            return "NIXL was asked for"
         if hello.arena is None:
             return "the frontend has no arena"
         try:
@@ -239,6 +276,8 @@ class Inbox:
     def _drop(self, name: str) -> None:
         frontend = self._frontends.get(name)
         if frontend is not None:
+            self._waiting.cancel(frontend, list(frontend.requests))
+            self._nixl.forget(frontend)
             left = self._frontends.disconnect(name)
             task = self._start(self._clean_up(frontend, left))
             self._leaving[name] = task
@@ -273,6 +312,8 @@ class Inbox:
         except Exception as error:  # whatever the engine's method raised is the answer
             self._link.send(name, CallResult(call.call_id, f"{call.method}: {error}"))
             return
+        if call.method == "reset_mm_cache" and self._nixl.cache is not None:
+            self._nixl.cache.drop_unleased()
         if call.method in _EMPTIES_KV_CACHE and result is not False:
             # An idle engine announces this only with its next step.
             self._publish(self._kv_state.clear())
@@ -296,16 +337,4 @@ class Inbox:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("failed: %r", error)
-
-
-def _with_transfer(ready: Ready, transfer: str, reason: str) -> Ready:
-    return Ready(
-        worker=ready.worker,
-        facts=ready.facts,
-        epoch=ready.epoch,
-        kv_address=ready.kv_address,
-        transfer=transfer,
-        transfer_reason=reason,
-    )
-
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -32,8 +33,10 @@ from workers.arena_worker import ArenaReader
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
+from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
 from workers.parent_death import die_with_parent
+from workers.worker_process import attach
 
 ENGINE = b"\x00\x00"
 ENGINE_READY = b"ready"
@@ -94,6 +97,7 @@ async def _work(addresses: Addresses, ready: Ready) -> None:
         KvState(ready.facts.block_size, ready.epoch),
         frontends,
         Outbox(client, link, frontends),
+        NixlTransfer(0, 1.0, partial(attach, client)),
     )
     await inbox.run()
 
