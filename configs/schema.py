@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 RouterMode = Literal["kv", "round-robin", "random", "least-loaded"]
-TransferMode = Literal["auto", "shm", "inline"]
+TransferMode = Literal["auto", "shm", "nixl", "inline"]
 
 
 def setting(default: Any, help: str, *, env: str | None = None, **limits: Any) -> Any:
@@ -81,7 +81,7 @@ class FrontendConfig(DiscoverySettings):
     mm_transfer: TransferMode = setting(
         "auto",
         "How processed tensors reach workers: auto picks shared memory where the worker "
-        "can see it, else inline.",
+        "can see it, else NIXL where it works, else inline.",
         env="DYNAMO_MM_TRANSFER",
     )
     mm_arena_gb: float | None = setting(
@@ -114,4 +114,17 @@ class WorkerConfig(DiscoverySettings):
         "TCP port for requests; KV events take a free one (default: sockets in the "
         "registry directory, for frontends of the same host).",
         env="FOVEAL_WORKER_PORT", ge=0, le=65535,
+    )
+    mm_worker_cache_gb: float | None = setting(
+        None,
+        "Shared memory for tensors pulled by NIXL from frontends on other hosts, GiB; taken "
+        "when the first is to be pulled (default: the smaller of 4 and half of what "
+        "/dev/shm has free; 0: no NIXL).",
+        env="FOVEAL_MM_WORKER_CACHE_GB", ge=0.0,
+    )
+    mm_transfer_timeout: float = setting(
+        5.0,
+        "Seconds that a request waits for its tensors to be pulled before they are sent "
+        "with it.",
+        env="FOVEAL_MM_TRANSFER_TIMEOUT", gt=0.0,
     )

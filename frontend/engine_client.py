@@ -299,7 +299,8 @@ class RoutedEngineClient(AdminCalls):
         if not any(part is request for part in sent.parts):
             sent.parts.append(request)
         sent.tries.add(worker.name)
-        worker.link.send(AddRequest(request.request_id), encode_payload(outgoing))
+        part = next(n for n, each in enumerate(sent.parts) if each is request)
+        worker.link.send(AddRequest(request.request_id, part), encode_payload(outgoing))
         return transfer
 
     # What workers say.
@@ -399,14 +400,13 @@ class RoutedEngineClient(AdminCalls):
 
     def _on_missing(self, worker: Worker, message: TensorsMissing) -> None:
         sent = self._sent.get(message.request_id)
-        if sent is None or sent.worker != worker.name:
+        if sent is None or sent.worker != worker.name or message.part >= len(sent.parts):
             return
         if sent.aborted:
-            self._forget(message.request_id)
-            return
+            return  # the worker confirms it, and may have other parts of it
         self._metrics.tensors_missing.inc()
         logger.warning("worker %s lacks tensors: %s", worker.name, message.reason)
-        self._send(sent.parts[-1], worker, inline=True)
+        self._send(sent.parts[message.part], worker, inline=True)
 
     def _resend(self, sent: _Sent) -> None:
         """Send a request that has produced nothing to another worker."""

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from frontend.arena_cache import ArenaProcessorCache
+from frontend.nixl_offers import NixlOffers
 from frontend.receipt import Routed
 from frontend.router.kv_plane import KvPlane
 from frontend.worker_pool import WorkerPool
@@ -63,11 +64,13 @@ class FleetCollector(Collector):
         plane: KvPlane,
         cache: ArenaProcessorCache,
         arena: Arena | None,
+        nixl: NixlOffers,
     ) -> None:
         self._pool = pool
         self._plane = plane
         self._cache = cache
         self._arena = arena
+        self._nixl = nixl
 
     def collect(self) -> Iterator[Metric]:
         workers = GaugeMetricFamily(
@@ -85,6 +88,7 @@ class FleetCollector(Collector):
              self._cache.inlined),
         ):
             yield CounterMetricFamily(name, text, value=count)
+        yield from self._nixl_metrics()
         if self._arena is None:
             return
         arena = self._arena.stats()
@@ -103,3 +107,26 @@ class FleetCollector(Collector):
             "foveal_arena_bytes_written", "Bytes of processed tensors written.",
             value=arena.bytes_written,
         )
+
+    def _nixl_metrics(self) -> Iterator[Metric]:
+        for name, text, value in (
+            ("foveal_nixl_agents", "NIXL agents of this process.", self._nixl.agents),
+            ("foveal_nixl_switched_off", "Whether NIXL does not work in this process.",
+             bool(self._nixl.unusable)),
+        ):
+            yield GaugeMetricFamily(name, text, value=float(value))
+        pulls = CounterMetricFamily(
+            "foveal_nixl_pulls", "Entries that workers read by NIXL.", labels=["worker"]
+        )
+        nbytes = CounterMetricFamily(
+            "foveal_nixl_bytes", "Bytes that workers read by NIXL.", labels=["worker"]
+        )
+        failures = CounterMetricFamily(
+            "foveal_nixl_failures", "Entries that workers could not read by NIXL.",
+            labels=["worker"],
+        )
+        for worker, total in self._nixl.pulls.items():
+            pulls.add_metric([worker], total.pulls)
+            nbytes.add_metric([worker], total.nbytes)
+            failures.add_metric([worker], total.failures)
+        yield from (pulls, nbytes, failures)

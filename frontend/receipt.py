@@ -5,7 +5,7 @@ Headers, one value per engine request in the order of routing:
 - ``x-foveal-worker``: the worker;
 - ``x-foveal-overlap-blocks``: leading prompt blocks its KV cache held;
 - ``x-foveal-prompt-blocks``: full blocks of the prompt;
-- ``x-foveal-transfer``: how tensors went there: ``shm``, ``inline``, or ``none``.
+- ``x-foveal-transfer``: how tensors went there: ``shm``, ``nixl``, ``inline``, ``none``.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
 from frontend.fleet_api import fleet_routes
 from frontend.metrics import FleetCollector, FrontendMetrics
+from frontend.nixl_offers import NixlOffers
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
@@ -81,9 +82,12 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
             transfer=settings.mm_transfer,
             identity_seed_fingerprint=hasher.fingerprint,
         )
-        pool = WorkerPool(hello, registry, settings.worker, shared_facts(config), client)
+        nixl = NixlOffers(arena, settings.mm_transfer)
+        pool = WorkerPool(
+            hello, registry, settings.worker, shared_facts(config), client, nixl
+        )
         client.start(pool, llm.learn)
-        REGISTRY.register(FleetCollector(pool, router.plane, cache, arena))
+        REGISTRY.register(FleetCollector(pool, router.plane, cache, arena, nixl))
         try:
             with our_app(fleet_routes(client)):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from frontend.nixl_offers import NixlOffers
 from transfer.errors import BadMessage
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
 from transfer.messages import (
@@ -28,8 +29,10 @@ from transfer.messages import (
     Message,
     Ping,
     Pong,
+    Pulling,
     Ready,
     Refused,
+    TransferChosen,
     WorkerFacts,
 )
 from transfer.process_watch import ProcessWatch, watch_process
@@ -113,6 +116,7 @@ class WorkerPool:
         addresses: Sequence[str],
         expected: Mapping[str, object],
         events: PoolEvents,
+        nixl: NixlOffers,
     ) -> None:
         """``expected``: facts that this frontend's own settings state, by field name."""
         self._hello = hello
@@ -121,6 +125,7 @@ class WorkerPool:
         self._expected = dict(expected)
         self._agreed: WorkerFacts | None = None
         self._events = events
+        self._nixl = nixl
         self._context = zmq.Context()
         self._workers: dict[str, Worker] = {}
         self._some_ready = asyncio.Event()
@@ -161,6 +166,7 @@ class WorkerPool:
                 worker.kv.close()
             if worker.process is not None:
                 worker.process.close()
+        await self._nixl.close()
         self._workers.clear()
         self._context.term()
 
@@ -226,6 +232,8 @@ class WorkerPool:
                     self._lose(worker, "has said goodbye")
                 case Pong():
                     pass
+                case TransferChosen() | Pulling():
+                    self._nixl.on_message(worker, message)
                 case _ if worker.epoch:
                     try:
                         self._events.on_message(worker, message, payload)
@@ -248,21 +256,23 @@ class WorkerPool:
         self._agreed = self._agreed or ready.facts
         worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
         worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
-        if self._hello.transfer == "shm" and ready.transfer != "shm":
-            logger.warning(
-                "--mm-transfer shm, but tensors for %s go inline: %s",
-                ready.worker, ready.transfer_reason,
-            )
         worker.kv = KvSubscriber(self._context, _reachable(ready.kv_address, worker.address))
         self._watch_process(worker)
         worker.tasks += [
             asyncio.create_task(self._hear_deltas(worker, worker.kv), name="KV deltas"),
-            asyncio.create_task(self._prepare(worker), name="prepare worker"),
+            asyncio.create_task(self._prepare(worker, ready.nixl), name="prepare worker"),
         ]
 
-    async def _prepare(self, worker: Worker) -> None:
+    async def _prepare(self, worker: Worker, takes_offers: bool) -> None:
         """Let requests go to a worker once it has been brought up to date."""
         try:
+            await self._nixl.settle(worker, takes_offers, worker.link.send)
+            if self._hello.transfer not in ("auto", worker.transfer):
+                logger.warning(
+                    "--mm-transfer %s, but tensors for %s go %s: %s",
+                    self._hello.transfer, worker.name, worker.transfer,
+                    worker.transfer_reason,
+                )
             await self._events.prepare(worker)
         except Exception as error:  # whatever it is, this worker cannot be used
             logger.exception("worker %s cannot be used", worker.name)
@@ -314,6 +324,7 @@ class WorkerPool:
         del worker.tasks[1:]
         if not self.ready_workers():
             self._some_ready.clear()
+        self._nixl.on_lost(worker)
         self._events.on_lost(worker)
 
     def _mismatch(self, facts: WorkerFacts) -> str:

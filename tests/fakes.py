@@ -11,6 +11,7 @@ import ctypes
 import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, TypeVar, cast
@@ -49,7 +50,9 @@ from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
+from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
+from workers.worker_process import attach
 
 BLOCK_SIZE = 16
 HASHER = IdentityHasher(bytes(range(32)))
@@ -267,8 +270,13 @@ class FakeWorker:
         address: str | None = None,
         process: tuple[int, int] | None = None,
         epoch: str = "epoch-1",
+        cache_gib: float = 0.0,
+        transfer_timeout: float = 5.0,
     ) -> None:
-        """``process``: the id and start time under which it announces itself."""
+        """``process``: the id and start time under which it announces itself.
+
+        ``cache_gib``: for tensors that NIXL pulls; 0: no NIXL.
+        """
         self.name = name
         self.facts = facts or make_facts()
         self.engine = FakeEngine()
@@ -290,6 +298,7 @@ class FakeWorker:
             transfer="inline",
             transfer_reason="",
         )
+        self.nixl = NixlTransfer(cache_gib, transfer_timeout, partial(attach, engine))
         self.inbox = Inbox(
             self.ready,
             engine,
@@ -299,6 +308,7 @@ class FakeWorker:
             self.kv_state,
             self.frontends,
             self.outbox,
+            self.nixl,
         )
         self._process = process
         self._tasks: list[asyncio.Task[None]] = []
@@ -364,6 +374,7 @@ class FakeWorker:
         self._tasks.clear()
         if self._context.closed:
             return
+        await self.nixl.close()
         self.link.close()
         self.kv_publisher.close()
         self._context.term()

@@ -160,6 +160,18 @@ class Arena:
                 raise StaleRef(f"generation {ref.generation} is no longer in the arena")
             return memoryview(self._map)[ref.offset : ref.offset + ref.nbytes]
 
+    def memory(self) -> memoryview:
+        """Return the whole file as it is mapped, for those who register it elsewhere.
+
+        The mapping lasts as long as this view, even when the arena is closed before.
+
+        Raises:
+            ArenaGone: the arena was closed.
+        """
+        with self._lock:
+            self._require_open()
+            return memoryview(self._map)
+
     def drop_unleased(self) -> None:
         """Forget every entry that nobody leases."""
         with self._lock:

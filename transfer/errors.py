@@ -5,6 +5,8 @@ TransferError
 ├── StaleRef         the reference's bytes have been replaced since
 ├── ArenaGone        the shared memory cannot be seen from here
 ├── PeerLost         the other side has gone
+├── NixlUnavailable  NIXL does not work in this process
+├── ReadFailed       a READ from another process came to nothing
 ├── BadMessage       bytes that are not a message of ours
 └── BadSeed          the secret seed of identities cannot be used
 """
@@ -28,6 +30,14 @@ class ArenaGone(TransferError):
 
 class PeerLost(TransferError):
     """The other side stopped answering."""
+
+
+class NixlUnavailable(TransferError):
+    """NIXL is not installed, or has no transport that works here."""
+
+
+class ReadFailed(TransferError):
+    """NIXL could not read from the other side, or did not in time."""
 
 
 class BadMessage(TransferError):

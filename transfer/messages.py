@@ -27,7 +27,7 @@ from vllm.v1.serial_utils import (
 )
 
 from transfer.errors import BadMessage
-from transfer.tensor_ref import ArenaId
+from transfer.tensor_ref import ArenaId, RemoteArena
 
 PROTOCOL_VERSION = 1
 
@@ -76,7 +76,7 @@ class Hello(msgspec.Struct, tag=True, kw_only=True):
     arena: ArenaId | None
     """The shared memory that this frontend's references point into."""
     transfer: str
-    """``auto``, ``shm`` or ``inline``: what the deployment asks for."""
+    """``auto``, ``shm``, ``nixl`` or ``inline``: what the deployment asks for."""
     identity_seed_fingerprint: str
 
 
@@ -90,6 +90,8 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     transfer: str
     """``shm`` or ``inline``: how tensors reach this worker."""
     transfer_reason: str
+    nixl: bool = False
+    """Whether it would take a ``NixlOffer``."""
 
 
 class Refused(msgspec.Struct, tag=True, kw_only=True):
@@ -101,6 +103,8 @@ class AddRequest(msgspec.Struct, tag=True):
     """Followed by the frames of an EngineCoreRequest."""
 
     request_id: str
+    part: int = 0
+    """Which part of it, where its input streams in. Counts up from 0."""
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -136,6 +140,36 @@ class TensorsMissing(msgspec.Struct, tag=True):
 
     request_id: str
     reason: str
+    part: int = 0
+
+
+class NixlOffer(msgspec.Struct, tag=True):
+    """The frontend's arena can be read by NIXL. Answered by ``TransferChosen``."""
+
+    arena: RemoteArena
+
+
+class TransferChosen(msgspec.Struct, tag=True):
+    """How tensors reach this worker from now on: ``nixl``, or ``inline`` when it failed.
+
+    Also said without being asked, when NIXL fails in use and when it works again.
+    """
+
+    transfer: str
+    reason: str
+
+
+class Pulling(msgspec.Struct, tag=True):
+    """The worker reads from the frontend's arena by NIXL: keep its agent going.
+
+    For so many ``seconds`` at most, or until this is said again; 0 says that nothing is
+    being read any more. The counts are of what has ended since it was last said.
+    """
+
+    seconds: float
+    pulls: int = 0
+    nbytes: int = 0
+    failures: int = 0
 
 
 class AskSnapshot(msgspec.Struct, tag=True):
@@ -189,6 +223,9 @@ Message = (
     | Outputs
     | Released
     | TensorsMissing
+    | NixlOffer
+    | TransferChosen
+    | Pulling
     | AskSnapshot
     | KvSnapshot
     | KvDelta

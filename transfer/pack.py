@@ -14,6 +14,7 @@ MultiModalSharedField, BaseMultiModalField.keep_on_cpu.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -135,12 +136,16 @@ def refer(
         key: _without_data(elem) if key in plan.fields else elem
         for key, elem in item.items()
     }
-    encoded = _encoder.encode(ItemRef(entry, plan.tensors, plan.fields))
-    packed[REFERENCE_KEY] = MultiModalFieldElem(
+    packed[REFERENCE_KEY] = _reference_elem(ItemRef(entry, plan.tensors, plan.fields))
+    return MultiModalKwargsItem(packed)
+
+
+def _reference_elem(reference: ItemRef) -> MultiModalFieldElem:
+    encoded = _encoder.encode(reference)
+    return MultiModalFieldElem(
         data=torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
         field=_REFERENCE_FIELD,
     )
-    return MultiModalKwargsItem(packed)
 
 
 def is_packed(item: MultiModalKwargsItem) -> bool:
@@ -164,6 +169,39 @@ def read_reference(item: MultiModalKwargsItem) -> ItemRef:
         raise BadMessage(f"the reference does not decode: {error}") from error
 
 
+def check_reference(item: MultiModalKwargsItem, reference: ItemRef) -> None:
+    """Make sure that ``resolve`` will build the item, given the entry's bytes.
+
+    Raises:
+        BadMessage: the reference does not fit the item or its own entry.
+    """
+    if any(key not in item or item[key].data is not None for key in reference.fields):
+        raise BadMessage("the reference names fields that did not move")
+    for spec in reference.tensors:
+        _check_tensor(spec, reference.entry.nbytes)
+    places = list(range(len(reference.tensors)))
+    try:
+        for indices in reference.fields.values():
+            _nest(indices, places)
+    except RecursionError as error:
+        raise BadMessage("the reference is nested too deep") from error
+
+
+def move_reference(item: MultiModalKwargsItem, entry: EntryRef) -> MultiModalKwargsItem:
+    """Return the item with a reference to ``entry``, which holds the same bytes.
+
+    Raises:
+        BadMessage: the entry has not the length of the one that the item refers to.
+    """
+    reference = read_reference(item)
+    if reference.entry.nbytes != entry.nbytes:
+        raise BadMessage(
+            f"an entry of {reference.entry.nbytes} bytes, known here with {entry.nbytes}"
+        )
+    moved = ItemRef(entry, reference.tensors, reference.fields)
+    return MultiModalKwargsItem({**item, REFERENCE_KEY: _reference_elem(moved)})
+
+
 def resolve(
     item: MultiModalKwargsItem, memory: memoryview, reference: ItemRef
 ) -> MultiModalKwargsItem:
@@ -179,13 +217,12 @@ def resolve(
         return item
     if memory.nbytes != reference.entry.nbytes:
         raise BadMessage(f"{memory.nbytes} bytes for an entry of {reference.entry.nbytes}")
-    if any(key not in item or item[key].data is not None for key in reference.fields):
-        raise BadMessage("the reference names fields that did not move")
-    tensors = [_tensor(spec, memory) for spec in reference.tensors]
-    try:
-        data = {key: _nest(indices, tensors) for key, indices in reference.fields.items()}
-    except RecursionError as error:
-        raise BadMessage("the reference is nested too deep") from error
+    check_reference(item, reference)
+    tensors = [
+        _over(memory, _DTYPES[spec.dtype], spec.shape, spec.offset)
+        for spec in reference.tensors
+    ]
+    data = {key: _nest(indices, tensors) for key, indices in reference.fields.items()}
     resolved = {}
     for key, elem in item.items():
         if key in data:
@@ -266,17 +303,17 @@ def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-def _tensor(spec: TensorSpec, memory: memoryview) -> torch.Tensor:
+def _check_tensor(spec: TensorSpec, room: int) -> None:
+    """Make sure that a tensor has a dtype of ours and lies within ``room`` bytes."""
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         raise BadMessage(f"dtype {spec.dtype!r} is not allowed")
     if any(length < 0 for length in spec.shape):
         raise BadMessage(f"a negative length in shape {spec.shape}")
     nbytes = prod(spec.shape) * dtype.itemsize
-    inside = 0 <= spec.offset <= memory.nbytes - nbytes
+    inside = 0 <= spec.offset <= room - nbytes
     if not inside or spec.offset % TENSOR_ALIGNMENT:
         raise BadMessage(f"no tensor of {nbytes} bytes can be at {spec.offset}")
-    return _over(memory, dtype, spec.shape, spec.offset)
 
 
 def _over(
@@ -290,7 +327,7 @@ def _over(
     return flat.view(shape)
 
 
-def _nest(indices: Indices, tensors: list[torch.Tensor]) -> Any:
+def _nest(indices: Indices, tensors: Sequence[Any]) -> Any:
     if isinstance(indices, list):
         return [_nest(part, tensors) for part in indices]
     if type(indices) is not int or not 0 <= indices < len(tensors):

@@ -17,6 +17,20 @@ class ArenaId(msgspec.Struct, frozen=True, array_like=True):
     nonce: bytes
 
 
+class RemoteArena(msgspec.Struct, frozen=True, array_like=True):
+    """An arena as a process on another host can read it, by NIXL.
+
+    ``agent`` and ``metadata`` are those of the owner's NIXL agent; ``address`` is where
+    the owner has the arena's file mapped, all ``nbytes`` of it registered.
+    """
+
+    arena: ArenaId
+    agent: str
+    metadata: bytes
+    address: int
+    nbytes: int
+
+
 class EntryRef(msgspec.Struct, frozen=True, array_like=True):
     """Names one entry of an arena at one point of its life.
 

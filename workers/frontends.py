@@ -11,8 +11,10 @@ from vllm.v1.engine import EngineCoreRequest
 
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaGone, BadMessage
-from transfer.pack import is_packed, read_reference
+from transfer.leases import Lease
+from transfer.pack import check_reference, is_packed, read_reference
 from transfer.tensor_ref import ArenaId
+from workers.nixl_source import NixlSource
 
 SILENT_SECONDS = 10.0
 """A frontend that has said nothing for this long is gone; it pings every second."""
@@ -27,28 +29,41 @@ class Frontend:
     arena: ArenaId | None = None
     view: ArenaView | None = None
     """Set when this process and the engine's both have the arena mapped."""
+    source: NixlSource | None = None
+    """Set when the arena is on another host and NIXL may read it."""
     requests: set[str] = field(default_factory=set)
     """Requests that the engine may still be working on, not aborted."""
-    streaming: set[str] = field(default_factory=set)
-    """Those of them whose input comes in parts."""
+    parts: dict[str, int] = field(default_factory=dict)
+    """Of those whose input streams in, how many parts have come."""
+    leases: dict[str, list[Lease]] = field(default_factory=dict)
+    """What they need of the worker's own arena. Outlives them in a frontend that has
+    gone, until the engine is past them."""
 
     def check_references(self, request: EngineCoreRequest) -> None:
         """Make sure that the engine will be able to read what ``request`` refers to.
 
         Raises:
-            BadMessage: a reference into an arena that is not this frontend's.
+            BadMessage: a reference into an arena that is not this frontend's, or that
+                does not fit the item.
             ArenaGone: the arena cannot be seen from here.
             StaleRef: the bytes have been replaced.
         """
         for feature in request.mm_features or ():
             if feature.data is None or not is_packed(feature.data):
                 continue
-            entry = read_reference(feature.data).entry
+            reference = read_reference(feature.data)
+            check_reference(feature.data, reference)
+            entry = reference.entry
             if self.arena is None or entry.arena != self.arena.name:
                 raise BadMessage(f"a reference into {entry.arena}, which is not the sender's")
-            if self.view is None:
+            if self.view is not None:
+                self.view.check(entry)
+            elif self.source is None or not self.source.works:
                 raise ArenaGone(f"{entry.arena} is not mapped here")
-            self.view.check(entry)
+
+    def comes_next(self, request_id: str, part: int) -> bool:
+        """Whether the parts before this one have come."""
+        return part == self.parts.get(request_id, 0)
 
 
 class Frontends:
@@ -72,7 +87,9 @@ class Frontends:
         frontend = self._by_name.pop(name)
         left = list(frontend.requests)
         for request_id in left:
-            self.end(request_id)
+            del self._owners[request_id]
+        frontend.requests.clear()
+        frontend.parts.clear()
         return left
 
     def silent_since(self, deadline: float) -> list[str]:
@@ -86,18 +103,31 @@ class Frontends:
         """
         owner = self._owners.setdefault(request_id, frontend)
         if request_id in owner.requests:
-            return owner is frontend and request_id in frontend.streaming
+            if owner is not frontend or request_id not in frontend.parts:
+                return False
+            frontend.parts[request_id] += 1
+            return True
         frontend.requests.add(request_id)
         if streams:
-            frontend.streaming.add(request_id)
+            frontend.parts[request_id] = 1
         return True
+
+    def take_back(self, frontend: Frontend, request_id: str, part: int) -> None:
+        """A part did not reach the engine after all: it is to come again."""
+        if self.owner(request_id) is not frontend:
+            return
+        if part == 0:
+            self.end(request_id)
+        elif request_id in frontend.parts:
+            frontend.parts[request_id] = min(frontend.parts[request_id], part)
 
     def end(self, request_id: str) -> Frontend | None:
         """Forget a request; returns its owner if it was running."""
         frontend = self._owners.pop(request_id, None)
         if frontend is not None:
             frontend.requests.discard(request_id)
-            frontend.streaming.discard(request_id)
+            frontend.parts.pop(request_id, None)
+            frontend.leases.pop(request_id, None)
         return frontend
 
     def owner(self, request_id: str) -> Frontend | None:

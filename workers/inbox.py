@@ -12,6 +12,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -32,6 +33,7 @@ from transfer.messages import (
     KvDelta,
     KvSnapshot,
     Message,
+    NixlOffer,
     Ping,
     Pong,
     Ready,
@@ -44,7 +46,9 @@ from transfer.messages import (
 from workers.engine_inputs import EngineInputs
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
 from workers.kv_state import KvState
+from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
+from workers.waiting_requests import WaitingRequests
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,7 @@ class Inbox:
         kv_state: KvState,
         frontends: Frontends,
         outbox: Outbox,
+        nixl: NixlTransfer,
     ) -> None:
         self._ready = ready
         self._engine = engine
@@ -86,6 +91,8 @@ class Inbox:
         self._kv_state = kv_state
         self._frontends = frontends
         self._outbox = outbox
+        self._nixl = nixl
+        self._waiting = WaitingRequests(frontends, inputs, self._send_missing)
         self._seed_fingerprint = ready.facts.identity_seed_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: set[str] = set()
@@ -135,8 +142,14 @@ class Inbox:
     ) -> None:
         match message:
             case AddRequest():
-                self._add(frontend, message.request_id, payload)
+                self._add(frontend, message.request_id, message.part, payload)
+            case NixlOffer():
+                name = frontend.name
+                self._nixl.accept(
+                    frontend, message.arena, lambda answer: self._link.send(name, answer)
+                )
             case AbortRequests():
+                self._waiting.cancel(frontend, message.request_ids)
                 self._outbox.abort(frontend.name, message.request_ids)
             case Ping():
                 self._link.send(frontend.name, Pong())
@@ -149,7 +162,13 @@ class Inbox:
             case _:
                 logger.warning("%s sent %s", frontend.name, type(message).__name__)
 
-    def _add(self, frontend: Frontend, request_id: str, payload: Sequence[Frame]) -> None:
+    def _add(
+        self, frontend: Frontend, request_id: str, part: int, payload: Sequence[Frame]
+    ) -> None:
+        if not frontend.comes_next(request_id, part):
+            reason = "an earlier part of it is missing"
+            self._send_missing(frontend, request_id, part, reason)
+            return
         try:
             request = decode_request(payload)
             if request.request_id != request_id:
@@ -159,11 +178,32 @@ class Inbox:
             frontend.check_references(request)
             if not self._frontends.begin(frontend, request_id, streams=request.resumable):
                 raise BadMessage("a request of this id is running")
-            self._inputs.add(_acceptable(request, payload))
+            self._hand_over(frontend, request, part, payload)
         except BadMessage as error:
             self._outbox.fail(frontend.name, request_id, str(error))
         except TransferError as error:
-            self._link.send(frontend.name, TensorsMissing(request_id, str(error)))
+            self._send_missing(frontend, request_id, part, str(error))
+
+    def _hand_over(
+        self,
+        frontend: Frontend,
+        request: EngineCoreRequest,
+        part: int,
+        payload: Sequence[Frame],
+    ) -> None:
+        """Give a request to the engine, now or when its tensors have come."""
+        as_it_came = _strip(request)
+        cache = self._nixl.cache
+        if cache is not None and self._waiting.take(frontend, request, part, cache):
+            return
+        if frontend.source is not None:
+            as_it_came = False  # it may refer to this worker's arena now
+        self._inputs.add(payload if as_it_came else encode_payload(request))
+
+    def _send_missing(
+        self, frontend: Frontend, request_id: str, part: int, reason: str
+    ) -> None:
+        self._link.send(frontend.name, TensorsMissing(request_id, reason, part))
 
     def _greet(self, name: str, hello: Hello) -> None:
         if name in self._greeting:
@@ -204,7 +244,16 @@ class Inbox:
             mode = "inline" if frontend.view is None else "shm"
             logger.info("frontend %s connected: %s (%s)", name, mode, reason)
             frontend.last_seen = time.monotonic()
-            self._link.send(name, _with_transfer(self._ready, mode, reason))
+            asks = frontend.view is None and hello.transfer in ("auto", "nixl")
+            if asks and self._nixl.unusable:
+                reason += f"; no NIXL: {self._nixl.unusable}"
+            ready = replace(
+                self._ready,
+                transfer=mode,
+                transfer_reason=reason,
+                nixl=not self._nixl.unusable,
+            )
+            self._link.send(name, ready)
         finally:
             self._greeting.discard(name)
 
@@ -215,6 +264,8 @@ class Inbox:
         frontend.arena = hello.arena
         if hello.transfer == "inline":
             return "asked for"
+        if hello.transfer == "nixl":
+            return "NIXL was asked for"
         if hello.arena is None:
             return "the frontend has no arena"
         try:
@@ -237,6 +288,8 @@ class Inbox:
     def _drop(self, name: str) -> None:
         frontend = self._frontends.get(name)
         if frontend is not None:
+            self._waiting.cancel(frontend, list(frontend.requests))
+            self._nixl.forget(frontend)
             left = self._frontends.disconnect(name)
             task = self._start(self._clean_up(frontend, left))
             self._leaving[name] = task
@@ -271,6 +324,8 @@ class Inbox:
         except Exception as error:  # whatever the engine's method raised is the answer
             self._link.send(name, CallResult(call.call_id, f"{call.method}: {error}"))
             return
+        if call.method == "reset_mm_cache" and self._nixl.cache is not None:
+            self._nixl.cache.drop_unleased()
         if call.method in _EMPTIES_KV_CACHE and result is not False:
             # An idle engine announces this only with its next step.
             self._publish(self._kv_state.clear())
@@ -296,25 +351,13 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         logger.error("failed: %r", error)
 
 
-def _acceptable(request: EngineCoreRequest, payload: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames that the engine may have: those of the request, nearly always."""
+
+def _strip(request: EngineCoreRequest) -> bool:
+    """Take out what clients may not ask of the engine; False when there was something."""
     extra_args = request.sampling_params.extra_args if request.sampling_params else None
     if not extra_args or "kv_cache_report_mode" not in extra_args:
-        return payload
-    # Clients may ask the engine to announce reused blocks as if they were new: they would
-    # be counted as copies that never go.
+        return True
+    # It has the engine announce reused blocks as if they were new: they would be counted
+    # as copies that never go.
     del extra_args["kv_cache_report_mode"]
-    return encode_payload(request)
-
-
-def _with_transfer(ready: Ready, transfer: str, reason: str) -> Ready:
-    return Ready(
-        worker=ready.worker,
-        facts=ready.facts,
-        epoch=ready.epoch,
-        kv_address=ready.kv_address,
-        transfer=transfer,
-        transfer_reason=reason,
-    )
-
-
+    return False

@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from transfer.leases import Lease
 from transfer.link import WorkerLink
 from transfer.messages import Outputs, Released, encode_payload
 from workers.engine_inputs import EngineInputs
@@ -39,6 +40,8 @@ class Outbox:
         self._link = link
         self._frontends = frontends
         self._aborted: list[tuple[str, str]] = []
+        self._leases: list[Lease] = []
+        """What aborted requests had of the worker's own arena."""
         self._something_aborted = asyncio.Event()
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
@@ -79,6 +82,7 @@ class Outbox:
         for request_id in request_ids:
             owner = self._frontends.owner(request_id)
             if owner is not None and owner.name == frontend:
+                self._leases += owner.leases.get(request_id, ())
                 self._frontends.end(request_id)
                 running.append(request_id)
         self._inputs.abort(running)
@@ -100,7 +104,9 @@ class Outbox:
             await self._something_aborted.wait()
             self._something_aborted.clear()
             aborted, self._aborted = self._aborted, []
+            leases, self._leases = self._leases, []
             await self.engine_is_past()
+            leases.clear()
             by_frontend: dict[str, list[str]] = {}
             for frontend, request_id in aborted:
                 by_frontend.setdefault(frontend, []).append(request_id)

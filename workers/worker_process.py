@@ -4,7 +4,7 @@ Starts the engine, announces the worker, moves messages in and out, and on SIGTE
 Ctrl-C takes everything down in the opposite order.
 
 vLLM names relied on: EngineCoreClient.make_async_mp_client, Executor.get_class,
-AsyncMPClient.shutdown.
+AsyncMPClient.shutdown, collective_rpc_async.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -39,6 +40,7 @@ from workers.engine_outputs import follow_engine
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
+from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
 from workers.process_death import engines_die_with_us
 
@@ -146,7 +148,12 @@ async def _serve(
     frontends = Frontends()
     inputs = EngineInputs(engine)
     outbox = Outbox(engine, inputs, link, frontends)
-    inbox = Inbox(ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox)
+    nixl = NixlTransfer(
+        settings.mm_worker_cache_gb, settings.mm_transfer_timeout, partial(attach, engine)
+    )
+    inbox = Inbox(
+        ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl
+    )
 
     work = [
         loop.create_task(follow_engine(engine, outbox.deliver), name="outputs"),
@@ -181,10 +188,17 @@ async def _serve(
     for task in [stop, *work]:
         task.cancel()
     await asyncio.gather(stop, *work, return_exceptions=True)
+    await nixl.close()
     link.close()
     kv_publisher.close()
     context.term()
     return status
+
+
+async def attach(engine: AsyncMPClient, name: str, nonce: bytes) -> str:
+    """Have all processes of the engine map an arena; returns why one cannot."""
+    refusals: list[str] = await engine.collective_rpc_async("attach_arena", args=(name, nonce))
+    return next(filter(None, refusals), "")
 
 
 async def _follow_kv_events(

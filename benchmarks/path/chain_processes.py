@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -33,8 +34,10 @@ from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
+from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
 from workers.parent_death import die_with_parent
+from workers.worker_process import attach
 
 ENGINE = b"\x00\x00"
 ENGINE_READY = b"ready"
@@ -97,6 +100,7 @@ async def _work(addresses: Addresses, ready: Ready) -> None:
         KvState(ready.facts.block_size, ready.epoch),
         frontends,
         Outbox(client, inputs, link, frontends),
+        NixlTransfer(0, 1.0, partial(attach, client)),
     )
     await inbox.run()
 

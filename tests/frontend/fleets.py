@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreOutput
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
 from frontend.metrics import FrontendMetrics
+from frontend.nixl_offers import NixlOffers
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.worker_pool import WorkerPool
@@ -37,6 +38,7 @@ class Fleet:
         wait: float = 20.0,
         addresses: Sequence[str] = (),
         expected: dict[str, object] | None = None,
+        frontend: str = "frontend-1",
     ) -> None:
         self.registry = registry
         self.arena = Arena(arena_bytes)
@@ -51,13 +53,16 @@ class Fleet:
             worker_wait_timeout=wait,
         )
         self.hello = Hello(
-            frontend="frontend-1",
+            frontend=frontend,
             protocol=PROTOCOL_VERSION,
             arena=self.arena.id,
             transfer=transfer,
             identity_seed_fingerprint=HASHER.fingerprint,
         )
-        self.pool = WorkerPool(self.hello, registry, addresses, expected or {}, self.client)
+        self.nixl = NixlOffers(self.arena, transfer)
+        self.pool = WorkerPool(
+            self.hello, registry, addresses, expected or {}, self.client, self.nixl
+        )
         self.learned: list[WorkerFacts] = []
         self._workers = AsyncExitStack()
 

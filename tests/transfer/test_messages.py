@@ -28,7 +28,7 @@ from tests.fakes import make_facts, make_item, make_request
 from transfer import messages
 from transfer.errors import BadMessage
 from transfer.messages import decode, decode_outputs, decode_request, encode, encode_payload
-from transfer.tensor_ref import ArenaId
+from transfer.tensor_ref import ArenaId, RemoteArena
 
 ARENA = ArenaId("foveal-1-2-ab", b"n" * 16)
 ALL_MESSAGES: list[messages.Message] = [
@@ -50,7 +50,10 @@ ALL_MESSAGES: list[messages.Message] = [
     messages.CallResult(7, "no"),
     messages.Outputs(),
     messages.Released(["r"]),
-    messages.TensorsMissing("r", "why"),
+    messages.TensorsMissing("r", "why", 2),
+    messages.NixlOffer(RemoteArena(ARENA, "agent", b"metadata", 1 << 40, 8192)),
+    messages.TransferChosen("nixl", "why"),
+    messages.Pulling(10.0, 1, 2, 3),
     messages.AskSnapshot(),
     messages.KvSnapshot("e", 3, {"GPU": [b"a" * 32]}),
     messages.KvDelta("e", 4, {"GPU": [b"a"]}, {"CPU": [b"b"]}, True),
