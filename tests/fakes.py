@@ -48,6 +48,7 @@ from workers.arena_worker import ArenaReader
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
+from workers.load_report import LoadReporter
 from workers.outbox import Outbox
 
 BLOCK_SIZE = 16
@@ -295,6 +296,13 @@ class FakeWorker:
             self.frontends,
             self.outbox,
         )
+        self.load = LoadReporter(
+            self.kv_publisher,
+            self.kv_state,
+            self.frontends,
+            self.facts.num_kv_blocks,
+            lambda: self.inbox.encoder_resets,
+        )
         self._process = process
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -306,11 +314,16 @@ class FakeWorker:
         self._tasks = [
             asyncio.create_task(work)
             for work in (
-                self.engine.follow(self.outbox.deliver),
+                self.engine.follow(self._on_outputs),
+                self.load.run(),
                 self.outbox.confirm_aborts(),
                 self.inbox.run(),
             )
         ]
+
+    def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self.outbox.deliver(outputs)
+        self.load.note(outputs)
 
     def announce(self) -> None:
         pid, start_time, host = this_process()

@@ -11,6 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaGone, BadMessage
+from transfer.messages import FrontendShare
 from transfer.pack import is_packed, read_reference
 from transfer.tensor_ref import ArenaId
 
@@ -31,6 +32,17 @@ class Frontend:
     """Requests that the engine may still be working on, not aborted."""
     streaming: set[str] = field(default_factory=set)
     """Those of them whose input comes in parts."""
+    charges: dict[str, FrontendShare] = field(default_factory=dict)
+    """What each of its requests was charged, see ``AddRequest``."""
+
+    def share(self) -> FrontendShare:
+        """All that it has in flight here."""
+        charges = self.charges.values()
+        return FrontendShare(
+            requests=len(self.requests),
+            prefill_tokens=sum(charge.prefill_tokens for charge in charges),
+            blocks=sum(charge.blocks for charge in charges),
+        )
 
     def check_references(self, request: EngineCoreRequest) -> None:
         """Make sure that the engine will be able to read what ``request`` refers to.
@@ -98,7 +110,26 @@ class Frontends:
         if frontend is not None:
             frontend.requests.discard(request_id)
             frontend.streaming.discard(request_id)
+            frontend.charges.pop(request_id, None)
         return frontend
+
+    def charge(self, request_id: str, prefill_tokens: int, blocks: int) -> None:
+        """Note what a running request was charged by the frontend that sent it."""
+        owner = self._owners.get(request_id)
+        if owner is not None and request_id in owner.requests:
+            owner.charges[request_id] = FrontendShare(1, prefill_tokens, blocks)
+
+    def computed(self, request_id: str) -> None:
+        """Note that the prompt of a request has been computed."""
+        owner = self._owners.get(request_id)
+        if owner is not None:
+            charge = owner.charges.get(request_id)
+            if charge is not None and charge.prefill_tokens:
+                owner.charges[request_id] = FrontendShare(1, 0, charge.blocks)
+
+    def shares(self) -> dict[str, FrontendShare]:
+        """What each frontend has in flight; those with nothing are left out."""
+        return {f.name: f.share() for f in self._by_name.values() if f.requests}
 
     def owner(self, request_id: str) -> Frontend | None:
         return self._owners.get(request_id)

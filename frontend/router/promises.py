@@ -7,6 +7,7 @@ comes from the workers' events alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,7 +47,10 @@ class Promises:
         return sum(len(blocks) for blocks in self._expiry.values())
 
     def add(self, worker: str, digests: Sequence[bytes]) -> None:
-        """Promise that ``worker`` will soon hold ``digests``, which must not change."""
+        """Promise that ``worker`` will soon hold ``digests``, which must not change.
+
+        They are all full blocks of one prompt, from its first.
+        """
         self._expire()
         if not digests or self._seconds <= 0:
             return
@@ -63,10 +67,12 @@ class Promises:
         promised = self._expiry.get(worker)
         if promised is None:
             return 0
-        position = start
-        while position < len(digests) and digests[position] in promised:
-            position += 1
-        return position - start
+        if start >= len(digests) or digests[start] not in promised:
+            return 0
+        # A promise is made of all leading blocks of a prompt, and each digest covers those
+        # before it: where one is promised, so are all before it, and for as long.
+        places = range(start, len(digests))
+        return bisect_left(places, True, key=lambda place: digests[place] not in promised)
 
     def drop_worker(self, worker: str) -> None:
         """Forget what ``worker`` was to hold."""

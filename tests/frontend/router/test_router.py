@@ -186,6 +186,7 @@ def test_a_dropped_worker_leaves_nothing():
     router.plane.on_snapshot("w0", KvSnapshot("e1", 1, {"GPU": blocks.digests}))
     route(router, "r1", blocks, ["w0"])
     assert router.drop_worker("w0") == ["r1"]
+    assert not router.index.sweep(1_000)
     assert len(router.index) == len(router.load) == len(router.promises) == 0
     assert not router.plane.caught_up("w0")
 
