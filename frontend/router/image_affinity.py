@@ -82,6 +82,8 @@ class ImageAffinity:
         if not images:
             return NO_WORK
         encoded = self._encoded.get(worker)
+        if encoded is None and not known_tokens:
+            return EncoderWork(sum(image.length for image in images), 0)
         known = encoded.images if encoded is not None else ()
         missing = queued = 0
         for identifier, offset, length in images:

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from frontend.router.block_hashes import RequestBlocks
 from frontend.router.cost import Candidate, RouterSettings, choose, cost_of
-from frontend.router.image_affinity import ImageAffinity
+from frontend.router.image_affinity import NO_WORK, ImageAffinity
 from frontend.router.kv_index import KvIndex
 from frontend.router.kv_plane import KvPlane
 from frontend.router.promises import Promises
@@ -150,12 +150,13 @@ class Router:
         images = blocks.images if blocks is not None else ()
         dropped = blocks is not None and blocks.last_match_dropped
         overlaps = self.index.overlap(reusable)
+        promises = self.promises.all_leading(reusable, overlaps)
         loads = [self.load.load(worker) for worker in candidates]
         mean_requests = (sum(load.requests for load in loads) + 1) / max(1, len(loads))
         weighed = []
         for worker, load in zip(candidates, loads, strict=True):
             overlap = overlaps.get(worker, 0)
-            promised = self.promises.leading(worker, reusable, overlap)
+            promised = promises.get(worker, 0)
             if dropped and overlap + promised:
                 known = overlap + promised - 1
                 overlap = max(0, overlap - 1)
@@ -164,15 +165,10 @@ class Router:
             work = self.images.work(
                 worker, images, held_tokens, held_tokens + promised * block_size
             )
+            missing, queued = work if not load_only else NO_WORK
             cost = cost_of(
-                num_tokens,
-                overlap,
-                promised,
-                load,
-                block_size,
-                settings,
-                *(work if not load_only else ()),
-                mean_requests=mean_requests,
+                num_tokens, overlap, promised, load, block_size, settings,
+                missing, queued, mean_requests,
             )
             weighed.append(Candidate(worker, cost, overlap, promised, work.missing))
         return weighed
