@@ -74,6 +74,12 @@ class FrontendConfig(DiscoverySettings):
         1.0, "Weight of this request's prefill against the load already there.",
         env="DYN_ROUTER_PREFILL_LOAD_SCALE", ge=0.0,
     )
+    router_encoder_load_scale: float = setting(
+        0.5,
+        "Encoding one token of an image against one token of prefill. 0: it does not "
+        "matter who has encoded an image before.",
+        env="FOVEAL_ROUTER_ENCODER_LOAD_SCALE", ge=0.0,
+    )
     router_temperature: float = setting(
         0.0, "0 takes the cheapest worker; above 0, a softmax over the costs.",
         env="DYN_ROUTER_TEMPERATURE", ge=0.0,

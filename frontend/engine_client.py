@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
+from frontend.index_sweeper import IndexSweeper
 from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import Routed, current_receipt
@@ -42,8 +43,10 @@ from transfer.messages import (
     Frame,
     KvDelta,
     KvSnapshot,
+    LoadReport,
     Message,
     Outputs,
+    Pong,
     Released,
     TensorsMissing,
     WorkerFacts,
@@ -116,6 +119,7 @@ class RoutedEngineClient(AdminCalls):
         self.router = router
         self._metrics = metrics
         self._worker_wait_timeout = worker_wait_timeout
+        self._sweeper = IndexSweeper(router.index)
         self._outputs = OutputStream()
         self._sent: dict[str, _Sent] = {}
         self._families: dict[str, str] = {}
@@ -140,6 +144,7 @@ class RoutedEngineClient(AdminCalls):
         self._loop = asyncio.get_running_loop()
         self._pool = pool
         self._learn = learn
+        self.router.frontend = pool.frontend
         pool.start()
 
     def describe(self) -> dict[str, Any]:
@@ -151,7 +156,8 @@ class RoutedEngineClient(AdminCalls):
             "workers": [
                 {
                     **worker.describe(),
-                    "requests": self.router.load.load(worker.name).requests,
+                    "requests": self.router.load.own(worker.name).requests,
+                    "load": self.router.load.load(worker.name)._asdict(),
                     "kv_caught_up": self.router.plane.caught_up(worker.name),
                     "kv_seq": self.router.plane.seq(worker.name),
                 }
@@ -246,6 +252,7 @@ class RoutedEngineClient(AdminCalls):
     async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        self._sweeper.close()
         self._outputs.close(EngineDeadError())
         await self.pool.close()
         self._sent.clear()
@@ -300,7 +307,11 @@ class RoutedEngineClient(AdminCalls):
             sent.parts.append(request)
         sent.tries.add(worker.name)
         part = next(n for n, each in enumerate(sent.parts) if each is request)
-        worker.link.send(AddRequest(request.request_id, part), encode_payload(outgoing))
+        charged = self.router.load.charged(request.request_id)
+        message = AddRequest(
+            request.request_id, part, charged.prefill_tokens, charged.blocks
+        )
+        worker.link.send(message, encode_payload(outgoing))
         return transfer
 
     # What workers say.
@@ -312,8 +323,12 @@ class RoutedEngineClient(AdminCalls):
         facts = worker.facts
         if facts is not None and self._hasher is None:
             self._hasher = RequestHasher(
-                facts.block_size, facts.hash_algorithm, facts.root_hash
+                facts.block_size,
+                facts.hash_algorithm,
+                facts.root_hash,
+                facts.drops_last_matched_block,
             )
+            self.router.images.capacity_tokens = facts.encoder_cache_tokens
             self._learn(facts)
         await self.bring_up_to_date(worker)
         if self.router.plane.on_ready(worker.name, worker.epoch):
@@ -322,6 +337,7 @@ class RoutedEngineClient(AdminCalls):
     def on_lost(self, worker: Worker) -> None:
         """Move or end the requests of a worker that is gone."""
         self.router.drop_worker(worker.name)
+        self._sweeper.wake()
         self._outputs.drop_worker(worker.name)
         self.fail_calls(worker.name)
         theirs = [s for s in self._sent.values() if s.worker == worker.name]
@@ -367,16 +383,27 @@ class RoutedEngineClient(AdminCalls):
             case TensorsMissing():
                 self._on_missing(worker, message)
             case KvSnapshot():
-                if self.router.plane.on_snapshot(worker.name, message):
-                    worker.link.send(AskSnapshot())
+                self._ask_if(self.router.plane.on_snapshot(worker.name, message), worker)
+            case Pong():
+                plane = self.router.plane
+                missed = plane.on_heartbeat(worker.name, message.epoch, message.seq)
+                self._ask_if(missed, worker)
             case CallResult():
                 self.on_result(message, payload)
             case _:
                 logger.warning("%s sent %s", worker.name, type(message).__name__)
 
     def on_delta(self, worker: Worker, delta: KvDelta) -> None:
-        if self.router.plane.on_delta(worker.name, delta):
+        self._ask_if(self.router.plane.on_delta(worker.name, delta), worker)
+
+    def on_report(self, worker: Worker, report: LoadReport) -> None:
+        self._ask_if(self.router.on_report(worker.name, report), worker)
+
+    def _ask_if(self, needed: bool, worker: Worker) -> None:
+        """Ask for a snapshot where the KV plane needs one."""
+        if needed:
             worker.link.send(AskSnapshot())
+        self._sweeper.wake()
 
     def _on_outputs(self, worker: Worker, outputs: EngineCoreOutputs) -> None:
         current = []

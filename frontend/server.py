@@ -108,6 +108,7 @@ def _make_router(settings: FrontendConfig) -> Router:
             overlap_score_credit=settings.router_kv_overlap_score_credit,
             prefill_load_scale=settings.router_prefill_load_scale,
             temperature=settings.router_temperature,
+            encoder_load_scale=settings.router_encoder_load_scale,
         ),
         time.monotonic,
         random.Random(),

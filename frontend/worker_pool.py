@@ -26,9 +26,9 @@ from transfer.messages import (
     Frame,
     Hello,
     KvDelta,
+    LoadReport,
     Message,
     Ping,
-    Pong,
     Pulling,
     Ready,
     Refused,
@@ -62,6 +62,7 @@ class PoolEvents(Protocol):
         self, worker: Worker, message: Message, payload: Sequence[Frame]
     ) -> None: ...
     def on_delta(self, worker: Worker, delta: KvDelta) -> None: ...
+    def on_report(self, worker: Worker, report: LoadReport) -> None: ...
 
 
 class Worker:
@@ -136,6 +137,11 @@ class WorkerPool:
             self._add(address, None)
         self._spawn(self._follow_registry(), "registry")
         self._spawn(self._watch_heartbeats(), "heartbeats")
+
+    @property
+    def frontend(self) -> str:
+        """The name that workers know this frontend by."""
+        return self._hello.frontend
 
     @property
     def workers(self) -> list[Worker]:
@@ -230,8 +236,6 @@ class WorkerPool:
                     self._refuse(worker, message.worker, f"it refuses us: {message.reason}")
                 case Bye():
                     self._lose(worker, "has said goodbye")
-                case Pong():
-                    pass
                 case TransferChosen() | Pulling():
                     self._nixl.on_message(worker, message)
                 case _ if worker.epoch:
@@ -259,7 +263,7 @@ class WorkerPool:
         worker.kv = KvSubscriber(self._context, _reachable(ready.kv_address, worker.address))
         self._watch_process(worker)
         worker.tasks += [
-            asyncio.create_task(self._hear_deltas(worker, worker.kv), name="KV deltas"),
+            asyncio.create_task(self._hear_news(worker, worker.kv), name="KV plane"),
             asyncio.create_task(self._prepare(worker, ready.nixl), name="prepare worker"),
         ]
 
@@ -306,9 +310,13 @@ class WorkerPool:
             worker.process.close()
         worker.process = watch_process(record.pid, record.start_time, ended)
 
-    async def _hear_deltas(self, worker: Worker, kv: KvSubscriber) -> None:
+    async def _hear_news(self, worker: Worker, kv: KvSubscriber) -> None:
         while True:
-            self._events.on_delta(worker, await kv.receive())
+            news = await kv.receive()
+            if isinstance(news, LoadReport):
+                self._events.on_report(worker, news)
+            else:
+                self._events.on_delta(worker, news)
 
     def _lose(self, worker: Worker, why: str) -> None:
         if not worker.epoch:

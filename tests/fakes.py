@@ -50,6 +50,7 @@ from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
+from workers.load_report import LoadReporter
 from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
 from workers.worker_process import attach
@@ -310,6 +311,13 @@ class FakeWorker:
             self.outbox,
             self.nixl,
         )
+        self.load = LoadReporter(
+            self.kv_publisher,
+            self.kv_state,
+            self.frontends,
+            self.facts.num_kv_blocks,
+            lambda: self.inbox.encoder_resets,
+        )
         self._process = process
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -321,11 +329,16 @@ class FakeWorker:
         self._tasks = [
             asyncio.create_task(work)
             for work in (
-                self.engine.follow(self.outbox.deliver),
+                self.engine.follow(self._on_outputs),
+                self.load.run(),
                 self.outbox.confirm_aborts(),
                 self.inbox.run(),
             )
         ]
+
+    def _on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        self.outbox.deliver(outputs)
+        self.load.note(outputs)
 
     def announce(self) -> None:
         pid, start_time, host = this_process()

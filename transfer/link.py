@@ -22,7 +22,7 @@ from typing import Any
 import zmq
 
 from transfer.errors import BadMessage
-from transfer.messages import Frame, KvDelta, Message, decode, encode
+from transfer.messages import Frame, KvDelta, LoadReport, Message, decode, encode
 from transfer.socket_reader import SocketReader
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class WorkerLink(_Socket):
 
 
 class KvPublisher(_Socket):
-    """A worker tells all frontends what its engine's KV cache gained and lost."""
+    """A worker tells all frontends what its KV cache gained and lost, and how busy it is."""
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
         super().__init__(context, zmq.PUB)
@@ -183,12 +183,12 @@ class KvPublisher(_Socket):
         super().close()
         _unlink_ipc(self.address)
 
-    def publish(self, delta: KvDelta) -> None:
-        self._put(encode(delta))
+    def publish(self, news: KvDelta | LoadReport) -> None:
+        self._put(encode(news))
 
 
 class KvSubscriber(_Socket):
-    """A frontend listens to one worker's KV deltas."""
+    """A frontend listens to what one worker publishes."""
 
     def __init__(self, context: zmq.Context[Any], address: str) -> None:
         super().__init__(context, zmq.SUB)
@@ -196,11 +196,11 @@ class KvSubscriber(_Socket):
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.connect(address)
 
-    async def receive(self) -> KvDelta:
+    async def receive(self) -> KvDelta | LoadReport:
         while True:
             try:
                 message, _ = decode(await self._frames())
-                if not isinstance(message, KvDelta):
+                if not isinstance(message, KvDelta | LoadReport):
                     raise BadMessage(f"{type(message).__name__} on the KV plane")
                 return message
             except BadMessage as error:

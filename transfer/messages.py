@@ -15,7 +15,7 @@ v1.serial_utils.MsgpackEncoder, MsgpackDecoder, CUSTOM_TYPE_RAW_VIEW, UtilityRes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -66,6 +66,9 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str
     identity_seed_fingerprint: str
     """Names the secret seed of image identities without telling it; empty: any."""
+    drops_last_matched_block: bool = False
+    """Whether the engine computes the last block it finds cached once more, as it does to
+    give a drafting head (EAGLE, MTP) its hidden states."""
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):
@@ -105,6 +108,11 @@ class AddRequest(msgspec.Struct, tag=True):
     request_id: str
     part: int = 0
     """Which part of it, where its input streams in. Counts up from 0."""
+    prefill_tokens: int = 0
+    """Work until its first token, in prompt tokens, as the frontend that sends it charges
+    it; the other frontends hear of it in ``LoadReport``."""
+    blocks: int = 0
+    """KV blocks that its prompt takes, charged likewise."""
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -176,12 +184,16 @@ class AskSnapshot(msgspec.Struct, tag=True):
     """Asks for ``KvSnapshot``."""
 
 
+Digest = Annotated[bytes, msgspec.Meta(min_length=1)]
+"""The hash of a block, as the engine computes it."""
+
+
 class KvSnapshot(msgspec.Struct, tag=True):
     """All blocks resident in an engine, as of delta ``seq`` of ``epoch``."""
 
     epoch: str
     seq: int
-    blocks: dict[str, list[bytes]]
+    blocks: dict[str, list[Digest]]
     """Medium (``GPU``, ``CPU``, ...) -> block digests."""
 
 
@@ -195,9 +207,41 @@ class KvDelta(msgspec.Struct, tag=True):
     epoch: str
     seq: int
     """Counts up by one for each delta of an epoch, from 1."""
-    stored: dict[str, list[bytes]] = {}
-    removed: dict[str, list[bytes]] = {}
+    stored: dict[str, list[Digest]] = {}
+    removed: dict[str, list[Digest]] = {}
     cleared: bool = False
+
+
+class FrontendShare(msgspec.Struct, frozen=True):
+    """What one frontend has in flight on a worker, as that frontend charged it."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    """Of requests without a first token."""
+    blocks: int = 0
+
+
+class LoadReport(msgspec.Struct, tag=True, kw_only=True):
+    """How busy a worker is, and how far its KV deltas have come. Published.
+
+    Comes several times a second while anything changes, and once a second otherwise. It
+    travels behind the deltas on one line: whoever has not seen delta ``seq`` by now has
+    lost it.
+    """
+
+    epoch: str
+    seq: int
+    """Of the last ``KvDelta``."""
+    running: int = 0
+    """Requests that the engine is working on."""
+    waiting: int = 0
+    """Requests that wait in the engine."""
+    kv_blocks: int = 0
+    """KV blocks that requests in the engine hold."""
+    shares: dict[str, FrontendShare] = {}
+    """By the name of the frontend; only those with requests in flight."""
+    encoder_resets: int = 0
+    """How often the engine was told to forget images or their encoder outputs."""
 
 
 class Ping(msgspec.Struct, tag=True):
@@ -205,7 +249,11 @@ class Ping(msgspec.Struct, tag=True):
 
 
 class Pong(msgspec.Struct, tag=True):
-    pass
+    """The answer to ``Ping``, with what was published before it on the other line."""
+
+    epoch: str = ""
+    seq: int = 0
+    """Of the last ``KvDelta``; it may still be under way when this arrives."""
 
 
 class Bye(msgspec.Struct, tag=True):
@@ -229,6 +277,7 @@ Message = (
     | AskSnapshot
     | KvSnapshot
     | KvDelta
+    | LoadReport
     | Ping
     | Pong
     | Bye

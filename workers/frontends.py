@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaGone, BadMessage
 from transfer.leases import Lease
+from transfer.messages import FrontendShare
 from transfer.pack import check_reference, is_packed, read_reference
 from transfer.tensor_ref import ArenaId
 from workers.nixl_source import NixlSource
@@ -38,6 +39,17 @@ class Frontend:
     leases: dict[str, list[Lease]] = field(default_factory=dict)
     """What they need of the worker's own arena. Outlives them in a frontend that has
     gone, until the engine is past them."""
+    charges: dict[str, FrontendShare] = field(default_factory=dict)
+    """What each of its requests was charged, see ``AddRequest``."""
+
+    def share(self) -> FrontendShare:
+        """All that it has in flight here."""
+        charges = self.charges.values()
+        return FrontendShare(
+            requests=len(self.requests),
+            prefill_tokens=sum(charge.prefill_tokens for charge in charges),
+            blocks=sum(charge.blocks for charge in charges),
+        )
 
     def check_references(self, request: EngineCoreRequest) -> None:
         """Make sure that the engine will be able to read what ``request`` refers to.
@@ -128,7 +140,26 @@ class Frontends:
             frontend.requests.discard(request_id)
             frontend.parts.pop(request_id, None)
             frontend.leases.pop(request_id, None)
+            frontend.charges.pop(request_id, None)
         return frontend
+
+    def charge(self, request_id: str, prefill_tokens: int, blocks: int) -> None:
+        """Note what a running request was charged by the frontend that sent it."""
+        owner = self._owners.get(request_id)
+        if owner is not None and request_id in owner.requests:
+            owner.charges[request_id] = FrontendShare(1, prefill_tokens, blocks)
+
+    def computed(self, request_id: str) -> None:
+        """Note that the prompt of a request has been computed."""
+        owner = self._owners.get(request_id)
+        if owner is not None:
+            charge = owner.charges.get(request_id)
+            if charge is not None and charge.prefill_tokens:
+                owner.charges[request_id] = FrontendShare(1, 0, charge.blocks)
+
+    def shares(self) -> dict[str, FrontendShare]:
+        """What each frontend has in flight; those with nothing are left out."""
+        return {f.name: f.share() for f in self._by_name.values() if f.requests}
 
     def owner(self, request_id: str) -> Frontend | None:
         return self._owners.get(request_id)

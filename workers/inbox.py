@@ -67,9 +67,16 @@ _EMPTIES_KV_CACHE = frozenset({
     "reset_prefix_cache", "sleep", "release_kv_cache_memory", "pause_scheduler",
 })
 
+_FORGETS_IMAGES = frozenset({
+    "reset_encoder_cache", "reset_mm_cache", "sleep", "release_kv_cache_memory",
+})
+
 
 class Inbox:
     """Applies each message of each frontend."""
+
+    encoder_resets = 0
+    """How often the engine was told to forget images or their encoder outputs."""
 
     def __init__(
         self,
@@ -143,6 +150,9 @@ class Inbox:
         match message:
             case AddRequest():
                 self._add(frontend, message.request_id, message.part, payload)
+                self._frontends.charge(
+                    message.request_id, message.prefill_tokens, message.blocks
+                )
             case NixlOffer():
                 name = frontend.name
                 self._nixl.accept(
@@ -152,7 +162,8 @@ class Inbox:
                 self._waiting.cancel(frontend, message.request_ids)
                 self._outbox.abort(frontend.name, message.request_ids)
             case Ping():
-                self._link.send(frontend.name, Pong())
+                epoch, seq = self._kv_state.position
+                self._link.send(frontend.name, Pong(epoch, seq))
             case AskSnapshot():
                 self._link.send(frontend.name, self._snapshot())
             case Call():
@@ -329,6 +340,7 @@ class Inbox:
         if call.method in _EMPTIES_KV_CACHE and result is not False:
             # An idle engine announces this only with its next step.
             self._publish(self._kv_state.clear())
+        self.encoder_resets += call.method in _FORGETS_IMAGES
         self._link.send(name, CallResult(call.call_id), frames)
 
     def _snapshot(self) -> KvSnapshot:

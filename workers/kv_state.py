@@ -68,6 +68,11 @@ class KvState:
         self._published: dict[str, set[bytes]] = {}
         self._warned: set[str] = set()
 
+    @property
+    def position(self) -> tuple[str, int]:
+        """The epoch, and the number of the last delta of it."""
+        return self._epoch, self._seq
+
     def apply(self, payload: bytes) -> KvDelta | None:
         """Apply one batch of the engine's events; None when nothing changed by it.
 

@@ -4,7 +4,7 @@ Starts the engine, announces the worker, moves messages in and out, and on SIGTE
 Ctrl-C takes everything down in the opposite order.
 
 vLLM names relied on: EngineCoreClient.make_async_mp_client, Executor.get_class,
-AsyncMPClient.shutdown, collective_rpc_async.
+AsyncMPClient.shutdown, collective_rpc_async; EngineCoreOutputs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import uvloop
 import zmq
 import zmq.asyncio
 from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
@@ -40,6 +41,7 @@ from workers.engine_outputs import follow_engine
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
+from workers.load_report import LoadReporter
 from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
 from workers.process_death import engines_die_with_us
@@ -155,8 +157,17 @@ async def _serve(
         ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl
     )
 
+    load = LoadReporter(
+        kv_publisher, kv_state, frontends, facts.num_kv_blocks, lambda: inbox.encoder_resets
+    )
+
+    def on_outputs(outputs: EngineCoreOutputs) -> None:
+        outbox.deliver(outputs)
+        load.note(outputs)
+
     work = [
-        loop.create_task(follow_engine(engine, outbox.deliver), name="outputs"),
+        loop.create_task(follow_engine(engine, on_outputs), name="outputs"),
+        loop.create_task(load.run(), name="load reports"),
         loop.create_task(outbox.confirm_aborts(), name="aborts"),
         loop.create_task(inbox.run(), name="inbox"),
         loop.create_task(inbox.drop_silent_frontends(), name="silent frontends"),

@@ -6,7 +6,7 @@ exactly as they do there.
 
 vLLM names relied on: utils.hashing.get_hash_fn_by_name;
 v1.core.kv_cache_utils.get_request_block_hasher; v1.request.Request;
-v1.engine.EngineCoreRequest.
+v1.engine.EngineCoreRequest (mm_features: identifier, mm_position).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
+from frontend.router.image_affinity import PromptImage
 from transfer.block_hash_root import root_hash_of
 
 
@@ -36,13 +37,23 @@ class RequestBlocks:
     num_tokens: int
     block_size: int
     """Tokens per block."""
+    images: tuple[PromptImage, ...] = ()
+    """The multimodal items, by place in the prompt."""
+    last_match_dropped: bool = False
+    """Whether the engine computes the last block that it finds cached once more."""
 
 
 class RequestHasher:
     """Computes block hashes for engines of one block size, algorithm and root."""
 
-    def __init__(self, block_size: int, algorithm: str, root_hash: str) -> None:
-        """Take the three values from what a worker stated about its engine.
+    def __init__(
+        self,
+        block_size: int,
+        algorithm: str,
+        root_hash: str,
+        drops_last_match: bool = False,
+    ) -> None:
+        """Take the values from what a worker stated about its engine.
 
         Raises:
             RootHashMismatch: this process starts its chains from another root.
@@ -56,6 +67,7 @@ class RequestHasher:
                 "PYTHONHASHSEED, or none, and the same --prefix-caching-hash-algo"
             )
         self.block_size = block_size
+        self._drops_last_match = drops_last_match
         self._block_hasher = get_request_block_hasher(
             block_size, get_hash_fn_by_name(algorithm)
         )
@@ -78,4 +90,13 @@ class RequestHasher:
             reusable=reusable,
             num_tokens=num_tokens,
             block_size=self.block_size,
+            images=tuple(
+                PromptImage(
+                    feature.identifier,
+                    feature.mm_position.offset,
+                    feature.mm_position.length,
+                )
+                for feature in request.mm_features or ()
+            ),
+            last_match_dropped=self._drops_last_match,
         )

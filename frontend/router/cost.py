@@ -3,15 +3,24 @@
 The unit is the time of one prompt token's prefill, "tokens" for short. For one worker:
 
     own     = max(0, num_tokens - credited)      prompt tokens it must compute for this
-    waiting = max(0, queued - promised)          prompt tokens queued before this
+    encoder = image tokens it must encode for this * encoder_load_scale
+    waiting = max(0, queued - promised)          tokens of such work queued before this
     held    = blocks held * block size * 0.1     what the answers in flight slow it down
-    cost    = prefill_load_scale * own + waiting + held
+    crowd   = requests above 1.5 times the mean of all workers, and above 4, * 512
+              where blocks that the worker already holds speak for it
+
+    cost    = prefill_load_scale * (own + encoder) + waiting + held + crowd
 
 ``credited`` counts the tokens of blocks that the worker holds or has been promised, times
 ``overlap_score_credit``. A promised block is still being computed there, so its tokens
 stand in the queue: waiting for them is no extra work, which is why they are taken out of
-it. So a second request with the same unseen prefix follows the first, until what is held
-there outweighs computing the prefix once more elsewhere.
+it. The same holds for images that are still being encoded there. So a second request with
+the same unseen prefix follows the first, until what is held there outweighs computing the
+prefix once more elsewhere.
+
+``crowd`` bounds how far a prefix that everyone shares can pull: a worker that has more
+than its part of the requests is made dearer with each one, until computing the prefix
+elsewhere, once, is cheaper. A long conversation is worth more than that and stays.
 """
 
 from __future__ import annotations
@@ -20,12 +29,20 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from frontend.router.worker_load import WorkerLoad
 
 # A token in the cache of an answer in flight is read again at each decode step, which is
 # far cheaper than computing it. The weight is an estimate, not a measurement.
 HELD_TOKEN_COST = 0.1
+
+# How uneven the requests in flight may be before that alone makes a worker dearer, and
+# the price of each request beyond, in tokens of prefill. A few are no crowd, however idle
+# the other workers are.
+EVEN_ENOUGH = 1.5
+FEW_REQUESTS = 4
+CROWD_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +52,17 @@ class RouterSettings:
     overlap_score_credit: float = 1.0
     """How much of a block already held counts as computed: 0 ignores the caches."""
     prefill_load_scale: float = 1.0
-    """Weight of the prompt tokens still to be computed against the load of a worker."""
+    """Weight of this request's own work against the load of a worker."""
     temperature: float = 0.0
     """0 takes the cheapest worker; above, dearer ones are drawn too, as by softmax."""
     promise_seconds: float = 2.0
     """How long a routed prompt counts as held before the worker's events say so."""
+    encoder_load_scale: float = 0.5
+    """Encoding one token of an image, in tokens of prefill. 0: it does not matter who
+    has encoded an image before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A worker that could take the request, and what that would cost."""
 
     worker: str
@@ -51,10 +70,11 @@ class Candidate:
     """In tokens of prefill."""
     overlap_blocks: int = 0
     promised_blocks: int = 0
+    image_tokens: int = 0
+    """Placeholder tokens of the images that it must encode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The candidate taken, and how many others were as good."""
 
     candidate: Candidate
@@ -68,17 +88,29 @@ def cost_of(
     load: WorkerLoad,
     block_size: int,
     settings: RouterSettings,
+    image_tokens: int = 0,
+    queued_image_tokens: int = 0,
+    mean_requests: float = math.inf,
 ) -> float:
     """Return the cost of the request on a worker, in tokens of prefill.
 
     ``overlap_blocks`` are leading blocks that the worker holds; ``promised_blocks`` are
-    those behind them that it is about to hold.
+    those behind them that it is about to hold. ``image_tokens`` are the placeholder tokens
+    of images that it would have to encode, ``queued_image_tokens`` those of images of this
+    request that it is about to encode anyway. ``mean_requests`` is the mean over all
+    workers of the requests in flight, this one included; without it nobody is crowded.
     """
     credit = block_size * settings.overlap_score_credit
     own = max(0.0, num_tokens - (overlap_blocks + promised_blocks) * credit)
-    waiting = max(0.0, load.prefill_tokens - promised_blocks * credit)
-    held = load.blocks * block_size * HELD_TOKEN_COST
-    return settings.prefill_load_scale * own + waiting + held
+    encoder = image_tokens * settings.encoder_load_scale
+    promised = promised_blocks * credit + queued_image_tokens * settings.encoder_load_scale
+    waiting = max(0.0, load.prefill_tokens - promised)
+    held = max(load.blocks, load.engine_blocks) * block_size * HELD_TOKEN_COST
+    crowd = 0.0
+    if overlap_blocks:
+        even = max(FEW_REQUESTS, EVEN_ENOUGH * mean_requests)
+        crowd = max(0.0, load.requests + 1 - even) * CROWD_TOKENS
+    return settings.prefill_load_scale * (own + encoder) + waiting + held + crowd
 
 
 def choose(
@@ -98,10 +130,11 @@ def choose(
     if not candidates:
         raise ValueError("there is no worker to choose from")
     lowest = min(candidate.cost for candidate in candidates)
-    highest = max(candidate.cost for candidate in candidates)
-    if temperature > 0 and highest > lowest:
-        unit = (highest - lowest) * temperature
-        weights = [math.exp((lowest - candidate.cost) / unit) for candidate in candidates]
-        return Choice(rng.choices(candidates, weights)[0], tied=0)
+    if temperature > 0:
+        highest = max(candidate.cost for candidate in candidates)
+        if highest > lowest:
+            unit = (highest - lowest) * temperature
+            weights = [math.exp((lowest - candidate.cost) / unit) for candidate in candidates]
+            return Choice(rng.choices(candidates, weights)[0], tied=0)
     cheapest = [candidate for candidate in candidates if candidate.cost == lowest]
     return Choice(cheapest[rotation % len(cheapest)], tied=len(cheapest) - 1)

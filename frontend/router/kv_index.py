@@ -3,133 +3,181 @@
 A table per medium maps a block digest to an integer with one bit per worker, so looking
 up a prompt costs one dictionary access per block however many workers there are.
 
-Each worker also keeps the set of its digests. That is some 70 bytes per resident block,
-and it is what makes forgetting a worker cost only that worker's blocks: it is done at
-once and nothing remains to be swept.
+Nothing is kept per worker and block. A worker that is lost, or that has lost all its
+blocks, gives up its bit at once and counts no more from then on; where the bit is still
+set it is swept out later, in slices, and only then given to another worker. To sweep in
+slices, and to grow in small steps, a table is made of 256 dictionaries, by the digests'
+last byte.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 # The medium from which the engine serves a prefix without loading or recomputing it.
 SERVED_MEDIUM = "GPU"
 
+_SHARDS = 256
 
-@dataclass(slots=True)
-class _Holdings:
-    """What one worker holds. ``bit`` is its place in the masks."""
+# Beyond so many bits that wait to be swept, masks grow: then whoever adds one sweeps.
+_MAX_RETIRED = 64
 
-    bit: int
-    by_medium: dict[str, set[bytes]] = field(default_factory=dict)
+_Table = list[dict[bytes, int]]
 
 
 class KvIndex:
     """Block digest -> workers. Events write it, requests only read it."""
 
     def __init__(self) -> None:
-        self._holdings: dict[str, _Holdings] = {}
+        self._bits: dict[str, int] = {}
         self._worker_at: list[str | None] = []
         self._free_slots: list[int] = []
-        self._masks: dict[str, dict[bytes, int]] = {}
-        self._served: dict[bytes, int] = self._masks.setdefault(SERVED_MEDIUM, {})
+        self._live = 0
+        """The bits of all known workers."""
+        self._retired: deque[tuple[int, int]] = deque()
+        """Slots given up, each with the number of sweeps of a shard that ends it."""
+        self._shard_sweeps = 0
+        self._served = _new_table()
+        self._tables: dict[str, _Table] = {SERVED_MEDIUM: self._served}
 
     def __len__(self) -> int:
-        """Count the distinct digests held, added up over media."""
-        return sum(len(table) for table in self._masks.values())
+        """Count the entries, added up over media, those still to be swept included."""
+        return sum(len(shard) for table in self._tables.values() for shard in table)
+
+    @property
+    def unswept(self) -> bool:
+        """Whether blocks of workers that are gone still take room."""
+        return bool(self._retired)
 
     def store(
         self, worker: str, digests: Iterable[bytes], medium: str | None = SERVED_MEDIUM
     ) -> None:
         """Note that ``worker`` holds ``digests``; None means the served medium."""
-        holdings = self._holdings_of(worker)
-        medium = medium or SERVED_MEDIUM
-        table = self._masks.setdefault(medium, {})
-        held = holdings.by_medium.setdefault(medium, set())
-        bit = holdings.bit
+        bit = self._bits.get(worker) or self._take_bit(worker)
+        table = self._tables.get(medium or SERVED_MEDIUM)
+        if table is None:
+            table = self._tables[medium or SERVED_MEDIUM] = _new_table()
         for digest in digests:
-            held.add(digest)
-            table[digest] = table.get(digest, 0) | bit
+            shard = table[digest[-1]]
+            shard[digest] = shard.get(digest, 0) | bit
 
     def remove(
         self, worker: str, digests: Iterable[bytes], medium: str | None = SERVED_MEDIUM
     ) -> None:
         """Note that ``worker`` lost ``digests``; those it does not hold are ignored."""
-        holdings = self._holdings.get(worker)
-        medium = medium or SERVED_MEDIUM
-        if holdings is None or medium not in holdings.by_medium:
+        bit = self._bits.get(worker)
+        table = self._tables.get(medium or SERVED_MEDIUM)
+        if bit is None or table is None:
             return
-        held = holdings.by_medium[medium]
-        table = self._masks[medium]
         for digest in digests:
-            if digest in held:
-                held.remove(digest)
-                _take_bit(table, digest, holdings.bit)
+            shard = table[digest[-1]]
+            holders = shard.get(digest, 0)
+            if holders & bit:
+                if holders != bit:
+                    shard[digest] = holders ^ bit
+                else:
+                    del shard[digest]
+                    if not shard:
+                        shard.clear()  # gives back its room, which del does not
 
     def clear(self, worker: str) -> None:
         """Forget all blocks of ``worker``, which stays known."""
-        holdings = self._holdings.get(worker)
-        if holdings is None:
-            return
-        for medium, held in holdings.by_medium.items():
-            table = self._masks[medium]
-            for digest in held:
-                _take_bit(table, digest, holdings.bit)
-        holdings.by_medium.clear()
+        if worker in self._bits:
+            self.drop_worker(worker)
+            self._take_bit(worker)
 
     def replace(self, worker: str, blocks_by_medium: Mapping[str, Iterable[bytes]]) -> None:
         """Make ``blocks_by_medium`` all that ``worker`` holds."""
-        self.clear(worker)
-        self._holdings_of(worker)
+        self.drop_worker(worker)
+        self._take_bit(worker)
         for medium, digests in blocks_by_medium.items():
             self.store(worker, digests, medium)
 
     def drop_worker(self, worker: str) -> None:
-        """Forget ``worker``; its place in the masks may be given to another."""
-        self.clear(worker)
-        holdings = self._holdings.pop(worker, None)
-        if holdings is not None:
-            slot = holdings.bit.bit_length() - 1
+        """Forget ``worker``: it counts no more, and ``sweep`` gives back its room."""
+        bit = self._bits.pop(worker, None)
+        if bit is not None:
+            self._live ^= bit
+            slot = bit.bit_length() - 1
             self._worker_at[slot] = None
-            self._free_slots.append(slot)
+            self._retired.append((slot, self._shard_sweeps + _SHARDS))
+            if len(self._retired) > _MAX_RETIRED:
+                self.sweep(len(self))
+
+    def sweep(self, max_blocks: int) -> bool:
+        """Take out blocks that only lost workers held; True when there is more to do.
+
+        Stops after the shard in which ``max_blocks`` entries have been looked at.
+        """
+        seen = 0
+        while self._retired and seen < max_blocks:
+            seen += self._sweep_shard(self._shard_sweeps % _SHARDS)
+            self._shard_sweeps += 1
+            while self._retired and self._retired[0][1] <= self._shard_sweeps:
+                self._free_slots.append(self._retired.popleft()[0])
+        if not self._retired:
+            self._forget_empty_tables()
+        return bool(self._retired)
 
     def overlap(self, digests: Sequence[bytes]) -> dict[str, int]:
         """Return for each known worker how many leading blocks it can serve.
 
         Only the served medium counts: a block elsewhere must be loaded first.
         """
-        overlaps = dict.fromkeys(self._holdings, 0)
+        overlaps = dict.fromkeys(self._bits, 0)
         table = self._served
-        alive: int | None = None
+        alive = self._live
+        position = 0
         for position, digest in enumerate(digests):
-            holders = table.get(digest, 0)
-            still = holders if alive is None else alive & holders
-            if alive is not None and still != alive:
-                self._note(overlaps, alive ^ still, position)
-            alive = still
-            if not alive:
-                break
-        if alive:
-            self._note(overlaps, alive, len(digests))
+            still = table[digest[-1]].get(digest, 0) & alive
+            if still != alive:
+                if position:
+                    self._note(overlaps, alive ^ still, position)
+                alive = still
+                if not alive:
+                    return overlaps
+        if digests:
+            self._note(overlaps, alive, position + 1)
         return overlaps
 
-    def resident(self, worker: str) -> set[bytes]:
-        """Return all digests that ``worker`` holds in any medium, for checking."""
-        holdings = self._holdings.get(worker)
-        return set().union(*holdings.by_medium.values()) if holdings is not None else set()
+    def resident(self, worker: str, medium: str | None = None) -> set[bytes]:
+        """Return what ``worker`` holds in ``medium``, or in any; looks at every entry."""
+        bit = self._bits.get(worker, 0)
+        tables = self._tables.values() if medium is None else [self._tables.get(medium, [])]
+        return {
+            digest
+            for table in tables
+            for shard in table
+            for digest, holders in shard.items()
+            if holders & bit
+        }
 
-    def _holdings_of(self, worker: str) -> _Holdings:
-        holdings = self._holdings.get(worker)
-        if holdings is None:
-            if self._free_slots:
-                slot = self._free_slots.pop()
-                self._worker_at[slot] = worker
-            else:
-                slot = len(self._worker_at)
-                self._worker_at.append(worker)
-            holdings = self._holdings[worker] = _Holdings(1 << slot)
-        return holdings
+    def _take_bit(self, worker: str) -> int:
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self._worker_at[slot] = worker
+        else:
+            slot = len(self._worker_at)
+            self._worker_at.append(worker)
+        bit = self._bits[worker] = 1 << slot
+        self._live |= bit
+        return bit
+
+    def _sweep_shard(self, number: int) -> int:
+        seen, live = 0, self._live
+        for table in self._tables.values():
+            shard = table[number]
+            seen += len(shard)
+            table[number] = {
+                digest: still for digest, holders in shard.items() if (still := holders & live)
+            }
+        return seen
+
+    def _forget_empty_tables(self) -> None:
+        for medium in [m for m, table in self._tables.items() if not any(table)]:
+            if medium != SERVED_MEDIUM:
+                del self._tables[medium]
 
     def _note(self, overlaps: dict[str, int], mask: int, blocks: int) -> None:
         while mask:
@@ -140,9 +188,5 @@ class KvIndex:
             mask ^= lowest
 
 
-def _take_bit(table: dict[bytes, int], digest: bytes, bit: int) -> None:
-    rest = table[digest] & ~bit
-    if rest:
-        table[digest] = rest
-    else:
-        del table[digest]
+def _new_table() -> _Table:
+    return [{} for _ in range(_SHARDS)]

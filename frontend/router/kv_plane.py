@@ -6,7 +6,9 @@ meanwhile wait for it and are applied behind it, so that a block removed in betw
 not come back to life.
 
 No sockets here: each method says by True that the caller must ask that worker for a
-snapshot. A loss is noticed with the next delta of the worker, or when it is ready again.
+snapshot. A loss is noticed with the next delta of the worker, with its next load report,
+which states how far its deltas have come and travels behind them, or by two heartbeats,
+which travel on another line.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ class _Feed:
     caught_up: bool = False
     waiting: dict[tuple[str, int], KvDelta] = field(default_factory=dict)
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=_RETIRED_EPOCHS))
+    reported_epoch: str = ""
+    """The last that a report named while it was not the current one."""
+    last_heartbeat: tuple[str, int] | None = None
 
 
 class KvPlane:
@@ -107,6 +112,46 @@ class KvPlane:
         }
         return not feed.caught_up
 
+    def on_position(self, worker: str, epoch: str, seq: int) -> bool:
+        """Note that deltas up to ``seq`` were published before this, on the same line."""
+        feed = self._feeds.get(worker)
+        if feed is None or epoch in feed.retired:
+            return False
+        if epoch != feed.epoch:
+            news = epoch != feed.reported_epoch
+            feed.reported_epoch = epoch
+            return news and self._start_over(worker, feed)
+        if not feed.caught_up or seq <= feed.seq:
+            return False
+        self.gaps += 1
+        feed.caught_up = False
+        return True
+
+    def on_heartbeat(self, worker: str, epoch: str, seq: int) -> bool:
+        """Note that deltas up to ``seq`` were published before this, on another line.
+
+        They may still be under way, but those that the heartbeat before spoke of should
+        have come by now, and so should a snapshot that was asked for before it.
+        """
+        feed = self._feeds.get(worker)
+        if feed is None or not epoch:
+            return False
+        before, feed.last_heartbeat = feed.last_heartbeat, (epoch, seq)
+        if before is None or before[0] != epoch or epoch in feed.retired:
+            return False
+        if epoch != feed.epoch:
+            return self._start_over(worker, feed)
+        if feed.caught_up and feed.seq >= before[1]:
+            return False
+        self.gaps += feed.caught_up
+        feed.caught_up = False
+        return True
+
+    def _start_over(self, worker: str, feed: _Feed) -> bool:
+        self._index.clear(worker)
+        feed.caught_up = False
+        return True
+
     def on_lost(self, worker: str) -> None:
         """Forget ``worker`` and its blocks."""
         self._feeds.pop(worker, None)
@@ -116,6 +161,11 @@ class KvPlane:
         """Say whether the index holds all that ``worker`` is known to have published."""
         feed = self._feeds.get(worker)
         return feed is not None and feed.caught_up
+
+    def epoch(self, worker: str) -> str:
+        """Return the start of ``worker`` that the index follows; empty when unknown."""
+        feed = self._feeds.get(worker)
+        return feed.epoch if feed is not None else ""
 
     def seq(self, worker: str) -> int:
         """Return the number of the last delta applied, 0 for none."""
@@ -129,10 +179,8 @@ class KvPlane:
         snapshot decides; until then better no block of the worker than wrong ones.
         """
         if not any(epoch == delta.epoch for epoch, _ in feed.waiting):
-            self._index.clear(worker)
-            feed.caught_up = False
             self._keep(feed, delta)
-            return True
+            return self._start_over(worker, feed)
         return self._keep(feed, delta)
 
     def _adopt_epoch(self, worker: str, feed: _Feed, epoch: str) -> None:

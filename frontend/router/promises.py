@@ -7,8 +7,9 @@ comes from the workers' events alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -46,7 +47,10 @@ class Promises:
         return sum(len(blocks) for blocks in self._expiry.values())
 
     def add(self, worker: str, digests: Sequence[bytes]) -> None:
-        """Promise that ``worker`` will soon hold ``digests``, which must not change."""
+        """Promise that ``worker`` will soon hold ``digests``, which must not change.
+
+        They are all full blocks of one prompt, from its first.
+        """
         self._expire()
         if not digests or self._seconds <= 0:
             return
@@ -59,14 +63,29 @@ class Promises:
 
     def leading(self, worker: str, digests: Sequence[bytes], start: int) -> int:
         """Count the promised blocks of ``digests`` from position ``start`` without a gap."""
+        return self.all_leading(digests, {worker: start}).get(worker, 0)
+
+    def all_leading(
+        self, digests: Sequence[bytes], starts: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Do so for all workers; those without any are left out.
+
+        ``starts`` names the position from which to count for each; for others it is 0.
+        """
         self._expire()
-        promised = self._expiry.get(worker)
-        if promised is None:
-            return 0
-        position = start
-        while position < len(digests) and digests[position] in promised:
-            position += 1
-        return position - start
+        counts = {}
+        for worker, promised in self._expiry.items():
+            start = starts.get(worker, 0)
+            if start >= len(digests) or digests[start] not in promised:
+                continue
+            # A promise is made of all leading blocks of a prompt, and each digest covers
+            # those before it: where one is promised, so are all before it, and as long.
+            counts[worker] = bisect_left(
+                range(start, len(digests)),
+                True,
+                key=lambda place, promised=promised: digests[place] not in promised,
+            )
+        return counts
 
     def drop_worker(self, worker: str) -> None:
         """Forget what ``worker`` was to hold."""

@@ -1,8 +1,9 @@
 """Chooses the worker of each request.
 
 The main path of this folder: what each worker holds of the prompt (``kv_index``, kept by
-``kv_plane``), what it was just promised (``promises``) and what it has in flight
-(``worker_load``) give a cost (``cost``); the cheapest worker is charged at once.
+``kv_plane``), what it was just promised (``promises``), which of its images it has lately
+encoded (``image_affinity``) and what it has in flight (``worker_load``) give a cost
+(``cost``); the cheapest worker is charged at once.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from frontend.router.block_hashes import RequestBlocks
 from frontend.router.cost import Candidate, RouterSettings, choose, cost_of
+from frontend.router.image_affinity import NO_WORK, ImageAffinity
 from frontend.router.kv_index import KvIndex
 from frontend.router.kv_plane import KvPlane
 from frontend.router.promises import Promises
 from frontend.router.worker_load import LoadBook
+from transfer.messages import LoadReport
 
 MODES = ("kv", "round-robin", "random", "least-loaded")
 
@@ -54,8 +58,11 @@ class Router:
         settings: RouterSettings,
         clock: Callable[[], float],
         rng: random.Random,
+        frontend: str = "",
     ) -> None:
         """``clock`` returns seconds and never goes back.
+
+        ``frontend`` is the name under which workers report this frontend's own requests.
 
         Raises:
             ValueError: the mode is unknown.
@@ -68,6 +75,9 @@ class Router:
         self.plane = KvPlane(self.index)
         self.load = LoadBook()
         self.promises = Promises(settings.promise_seconds, clock)
+        self.images = ImageAffinity()
+        self.frontend = frontend
+        self._encoder_resets: dict[str, int] = {}
         self._rng = rng
         self._rotation = 0
         self._block_size = _ASSUMED_BLOCK_SIZE
@@ -103,7 +113,7 @@ class Router:
             promised_blocks=chosen.promised_blocks,
             prompt_blocks=len(blocks.digests) if blocks is not None else 0,
             cost=chosen.cost,
-            alternatives=tuple(sorted(others, key=lambda candidate: candidate.cost)),
+            alternatives=tuple(sorted(others, key=attrgetter("cost"))),
         )
 
     def first_token(self, request_id: str) -> None:
@@ -114,31 +124,53 @@ class Router:
         """Note that a request has ended, however it did."""
         self.load.finish(request_id)
 
+    def on_report(self, worker: str, report: LoadReport) -> bool:
+        """Take over what a worker reports; True when a snapshot of it must be asked for."""
+        self.load.report(worker, report, self.frontend)
+        if self._encoder_resets.get(worker, 0) != report.encoder_resets:
+            self._encoder_resets[worker] = report.encoder_resets
+            self.images.drop_worker(worker)
+        return self.plane.on_position(worker, report.epoch, report.seq)
+
     def drop_worker(self, worker: str) -> list[str]:
         """Forget a lost worker; return the ids of the requests it had in flight."""
         self.plane.on_lost(worker)
         self.promises.drop_worker(worker)
+        self.images.drop_worker(worker)
+        self._encoder_resets.pop(worker, None)
         return self.load.drop_worker(worker)
 
     def _weigh(
         self, blocks: RequestBlocks | None, num_tokens: int, candidates: Sequence[str]
     ) -> list[Candidate]:
-        settings = self._load_only if self.mode == "least-loaded" else self.settings
+        load_only = self.mode == "least-loaded"
+        settings = self._load_only if load_only else self.settings
+        block_size = self._block_size
         reusable = blocks.digests[: blocks.reusable] if blocks is not None else []
+        images = blocks.images if blocks is not None else ()
+        dropped = blocks is not None and blocks.last_match_dropped
         overlaps = self.index.overlap(reusable)
+        promises = self.promises.all_leading(reusable, overlaps)
+        loads = [self.load.load(worker) for worker in candidates]
+        mean_requests = (sum(load.requests for load in loads) + 1) / max(1, len(loads))
         weighed = []
-        for worker in candidates:
+        for worker, load in zip(candidates, loads, strict=True):
             overlap = overlaps.get(worker, 0)
-            promised = self.promises.leading(worker, reusable, overlap)
-            cost = cost_of(
-                num_tokens,
-                overlap,
-                promised,
-                self.load.load(worker),
-                self._block_size,
-                settings,
+            promised = promises.get(worker, 0)
+            if dropped and overlap + promised:
+                known = overlap + promised - 1
+                overlap = max(0, overlap - 1)
+                promised = known - overlap
+            held_tokens = overlap * block_size
+            work = self.images.work(
+                worker, images, held_tokens, held_tokens + promised * block_size
             )
-            weighed.append(Candidate(worker, cost, overlap, promised))
+            missing, queued = work if not load_only else NO_WORK
+            cost = cost_of(
+                num_tokens, overlap, promised, load, block_size, settings,
+                missing, queued, mean_requests,
+            )
+            weighed.append(Candidate(worker, cost, overlap, promised, work.missing))
         return weighed
 
     def _choose(self, weighed: Sequence[Candidate], pinned: str | None) -> Candidate:
@@ -166,11 +198,15 @@ class Router:
         num_tokens: int,
     ) -> None:
         known = (chosen.overlap_blocks + chosen.promised_blocks) * self._block_size
+        encoder = chosen.image_tokens * self.settings.encoder_load_scale
         self.load.charge(
             chosen.worker,
             request_id,
-            prefill_tokens=max(0, num_tokens - known),
+            prefill_tokens=max(0, num_tokens - known) + round(encoder),
             blocks=-(-num_tokens // self._block_size),
         )
-        if blocks is not None and self.mode == "kv":
-            self.promises.add(chosen.worker, blocks.digests)
+        if blocks is not None:
+            held_tokens = chosen.overlap_blocks * self._block_size
+            self.images.add(chosen.worker, blocks.images, held_tokens)
+            if self.mode == "kv":
+                self.promises.add(chosen.worker, blocks.digests)

@@ -1,23 +1,29 @@
-"""Work in flight per worker, charged when a request is routed.
+"""Work in flight per worker: this frontend's own, and what the workers say of others'.
 
-Charging at the decision, not when the worker reports, is what spreads a burst: every
-request of it sees the ones before.
+Own requests are charged when they are routed. Charging at the decision, not when the
+worker reports, is what spreads a burst: every request of it sees the ones before. What
+other frontends have in flight comes from the workers' reports, which tell it by frontend,
+so that nothing is counted twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from transfer.messages import LoadReport
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
+class WorkerLoad(NamedTuple):
     """What one worker has been given and has not finished."""
 
     requests: int = 0
     prefill_tokens: int = 0
-    """Prompt tokens still to be computed, of requests without a first token."""
+    """Work until the first token of requests that have none, in prompt tokens."""
     blocks: int = 0
     """KV blocks that the prompts in flight occupy."""
+    engine_blocks: int = 0
+    """KV blocks that requests hold by the engine's own count, answers included."""
 
 
 _IDLE = WorkerLoad()
@@ -43,9 +49,10 @@ class LoadBook:
     def __init__(self) -> None:
         self._charges: dict[str, _Charge] = {}
         self._accounts: dict[str, _Account] = {}
+        self._others: dict[str, WorkerLoad] = {}
 
     def __len__(self) -> int:
-        """Count the requests in flight."""
+        """Count this frontend's requests in flight."""
         return len(self._charges)
 
     def charge(self, worker: str, request_id: str, prefill_tokens: int, blocks: int) -> None:
@@ -76,8 +83,23 @@ class LoadBook:
         if not account.request_ids:
             del self._accounts[charge.worker]
 
+    def report(self, worker: str, report: LoadReport, own_name: str) -> None:
+        """Take over what a worker says of the frontends other than ``own_name``."""
+        others = [share for name, share in report.shares.items() if name != own_name]
+        load = WorkerLoad(
+            requests=sum(share.requests for share in others),
+            prefill_tokens=sum(share.prefill_tokens for share in others),
+            blocks=sum(share.blocks for share in others),
+            engine_blocks=report.kv_blocks,
+        )
+        if load == _IDLE:
+            self._others.pop(worker, None)
+        else:
+            self._others[worker] = load
+
     def drop_worker(self, worker: str) -> list[str]:
         """Forget a lost worker; return its requests in the order they were charged."""
+        self._others.pop(worker, None)
         account = self._accounts.pop(worker, None)
         if account is None:
             return []
@@ -85,9 +107,28 @@ class LoadBook:
             del self._charges[request_id]
         return list(account.request_ids)
 
-    def load(self, worker: str) -> WorkerLoad:
-        """Return what ``worker`` has in flight; an unknown worker has nothing."""
+    def charged(self, request_id: str) -> WorkerLoad:
+        """Return what a request is charged now; one that is unknown is charged nothing."""
+        charge = self._charges.get(request_id)
+        if charge is None:
+            return _IDLE
+        return WorkerLoad(1, charge.prefill_tokens, charge.blocks)
+
+    def own(self, worker: str) -> WorkerLoad:
+        """Return what this frontend has in flight on ``worker``."""
         account = self._accounts.get(worker)
         if account is None:
             return _IDLE
         return WorkerLoad(len(account.request_ids), account.prefill_tokens, account.blocks)
+
+    def load(self, worker: str) -> WorkerLoad:
+        """Return what all frontends have in flight; an unknown worker has nothing."""
+        own, others = self.own(worker), self._others.get(worker)
+        if others is None:
+            return own
+        return WorkerLoad(
+            own.requests + others.requests,
+            own.prefill_tokens + others.prefill_tokens,
+            own.blocks + others.blocks,
+            others.engine_blocks,
+        )

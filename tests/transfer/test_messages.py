@@ -44,7 +44,7 @@ ALL_MESSAGES: list[messages.Message] = [
         transfer_reason="why",
     ),
     messages.Refused(worker="w", reason="why"),
-    messages.AddRequest("r"),
+    messages.AddRequest("r", 500, 16),
     messages.AbortRequests(["r", "s"]),
     messages.Call(7, "sleep"),
     messages.CallResult(7, "no"),
@@ -57,8 +57,17 @@ ALL_MESSAGES: list[messages.Message] = [
     messages.AskSnapshot(),
     messages.KvSnapshot("e", 3, {"GPU": [b"a" * 32]}),
     messages.KvDelta("e", 4, {"GPU": [b"a"]}, {"CPU": [b"b"]}, True),
+    messages.LoadReport(
+        epoch="e",
+        seq=4,
+        running=2,
+        waiting=1,
+        kv_blocks=17,
+        shares={"f": messages.FrontendShare(3, 500, 20)},
+        encoder_resets=1,
+    ),
     messages.Ping(),
-    messages.Pong(),
+    messages.Pong("e", 4),
     messages.Bye(),
 ]
 

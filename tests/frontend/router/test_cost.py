@@ -14,8 +14,8 @@ IDLE = WorkerLoad()
 PLAIN = RouterSettings()
 
 
-def cost(num_tokens=1000, overlap=0, promised=0, load=IDLE, settings=PLAIN):
-    return cost_of(num_tokens, overlap, promised, load, 32, settings)
+def cost(num_tokens=1000, overlap=0, promised=0, load=IDLE, settings=PLAIN, **more):
+    return cost_of(num_tokens, overlap, promised, load, 32, settings, **more)
 
 
 def test_an_idle_worker_without_the_prefix_computes_the_whole_prompt():
@@ -55,6 +55,49 @@ def test_promised_tokens_are_neither_computed_nor_waited_for():
 
 def test_a_promise_takes_no_more_out_of_the_queue_than_is_there():
     assert cost(1000, promised=10, load=WorkerLoad(1, 100, 0)) == 680
+
+
+def test_blocks_held_are_the_engines_count_where_that_is_more():
+    assert cost(load=WorkerLoad(1, 0, 100, engine_blocks=150)) == pytest.approx(1000 + 480)
+    assert cost(load=WorkerLoad(1, 0, 100, engine_blocks=50)) == pytest.approx(1000 + 320)
+
+
+def test_images_to_be_encoded_are_added_by_their_tokens():
+    assert cost(1000, image_tokens=600) == 1000 + 0.5 * 600
+    double = RouterSettings(encoder_load_scale=2.0, prefill_load_scale=3.0)
+    assert cost(1000, image_tokens=600, settings=double) == 3 * (1000 + 2 * 600)
+    nothing = RouterSettings(encoder_load_scale=0.0)
+    assert cost(1000, image_tokens=600, settings=nothing) == 1000
+
+
+def test_images_count_apart_from_blocks():
+    # The blocks are gone, the image is not: only the prompt is computed again.
+    assert cost(1000, overlap=0, image_tokens=0) == 1000
+    # The blocks of the text before it are there, the image is not.
+    assert cost(1000, overlap=10, image_tokens=600) == 1000 - 320 + 300
+
+
+def test_an_image_that_is_being_encoded_there_is_not_waited_for_twice():
+    # Queued: 1,000 tokens and 600 of an image, for an earlier request with this prefix.
+    load = WorkerLoad(requests=1, prefill_tokens=1300, blocks=32)
+    assert cost(1000, promised=31, load=load, queued_image_tokens=600) == pytest.approx(
+        (1000 - 992) + (1300 - 992 - 300) + 32 * 32 * 0.1
+    )
+
+
+def test_a_crowd_makes_a_worker_with_the_prefix_dearer():
+    load = WorkerLoad(requests=9)
+    # Ten with this one, 1.5 * 4 = 6 are even enough: 4 too many.
+    assert cost(1000, overlap=10, load=load, mean_requests=4) == 680 + 4 * 512
+
+
+def test_a_few_requests_are_no_crowd_however_idle_the_others_are():
+    assert cost(1000, overlap=10, load=WorkerLoad(requests=3), mean_requests=0.5) == 680
+    assert cost(1000, overlap=10, load=WorkerLoad(requests=4), mean_requests=0.6) == 680 + 512
+
+
+def test_a_crowd_that_no_cached_block_has_drawn_is_only_load():
+    assert cost(1000, load=WorkerLoad(requests=9), mean_requests=1) == 1000
 
 
 def candidates(*costs):

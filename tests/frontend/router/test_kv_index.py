@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import defaultdict
 
 import pytest
@@ -65,14 +66,95 @@ def test_a_new_worker_in_the_place_of_a_dropped_one_holds_nothing():
     assert index.overlap([B]) == {"new": 1}
 
 
+def test_a_lost_worker_counts_no_more_before_it_is_swept():
+    index = KvIndex()
+    index.store("w", [A, B])
+    index.store("v", [A])
+    index.drop_worker("w")
+    assert index.unswept
+    assert index.overlap([A, B]) == {"v": 1}
+    assert index.resident("w") == set()
+
+
+def test_a_worker_that_comes_back_before_it_is_swept_holds_only_what_it_says():
+    index = KvIndex()
+    index.store("w", [A, B])
+    index.clear("w")
+    index.store("w", [B])
+    assert index.overlap([A, B]) == {"w": 0}
+    assert index.overlap([B, A]) == {"w": 1}
+    index.sweep(1_000)
+    assert index.resident("w") == {B}
+    assert len(index) == 1
+
+
+def test_a_sweep_takes_no_more_than_its_slice():
+    index = KvIndex()
+    index.store("w", [n.to_bytes(4, "big") for n in range(25_600)])
+    index.drop_worker("w")
+    for swept in range(1, 11):
+        assert index.sweep(1_000)
+        # A shard has 100 blocks.
+        assert len(index) == 25_600 - swept * 1_000
+    while index.sweep(1_000):
+        pass
+    assert len(index) == 0
+
+
+def test_blocks_stored_during_a_sweep_stay():
+    index = KvIndex()
+    digests = [n.to_bytes(4, "big") for n in range(2_560)]
+    index.store("old", digests)
+    index.drop_worker("old")
+    for position in range(0, 2_560, 100):
+        index.sweep(50)
+        index.store("new", digests[position : position + 100])
+    while index.sweep(50):
+        pass
+    assert index.overlap(digests) == {"new": 2_560}
+
+
 def test_worker_places_are_used_again():
     index = KvIndex()
     for n in range(1000):
         index.store(f"w{n}", [A, B])
         index.drop_worker(f"w{n}")
+        index.sweep(1_000)
     index.store("last", [A])
-    # With a place per worker ever seen, this mask would have a thousand bits.
-    assert max(index._served.values()) == 1
+    # With a place per worker ever seen, its bit would be the thousandth.
+    assert index._bits["last"] == 1
+
+
+def test_without_a_sweep_lost_workers_still_do_not_add_up():
+    index = KvIndex()
+    for n in range(1000):
+        index.store(f"w{n}", [A, B])
+        index.drop_worker(f"w{n}")
+    assert max(len(index._worker_at), len(index._retired)) <= 66
+
+
+def test_a_million_blocks_come_and_go_and_leave_nothing():
+    index = KvIndex()
+    digests = [n.to_bytes(8, "big") * 2 for n in range(50_000)]
+    tracemalloc.start()
+    try:
+        index.store("w0", digests[:1])
+        before = tracemalloc.get_traced_memory()[0]
+        for n in range(10):
+            index.store("w1", digests)
+            index.store("w2", digests)
+            index.remove("w1", digests)
+            if n % 2:
+                index.remove("w2", digests)
+            else:
+                index.drop_worker("w2")
+                while index.sweep(10_000):
+                    pass
+        left = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(index) == 1
+    assert left < 100_000  # bytes: dictionaries without entries
 
 
 def test_removing_what_is_not_held_changes_nothing():
@@ -91,6 +173,7 @@ def test_a_snapshot_replaces_all_media():
     index.store("w", [B], "CPU")
     index.replace("w", {"GPU": [C]})
     assert index.resident("w") == {C}
+    index.sweep(1_000)
     assert len(index) == 1
 
 
@@ -102,6 +185,7 @@ verbs = st.one_of(
         st.sampled_from(["GPU", "CPU", None]),
     ),
     st.tuples(st.sampled_from(["clear", "drop_worker"]), st.sampled_from(WORKERS)),
+    st.tuples(st.just("sweep"), st.integers(1, 3)),
     st.tuples(
         st.just("replace"),
         st.sampled_from(WORKERS),
@@ -117,6 +201,8 @@ class PlainIndex:
         self.held = {}
 
     def do(self, verb, worker, *args):
+        if verb == "sweep":
+            return
         if verb == "drop_worker":
             self.held.pop(worker, None)
         elif verb == "replace":
@@ -160,8 +246,12 @@ def test_the_index_equals_a_plain_model_after_any_events(events, prompt):
         plain.do(verb, *args)
     assert index.overlap(prompt) == plain.overlap(prompt)
     assert {w: index.resident(w) for w in WORKERS} == {w: plain.resident(w) for w in WORKERS}
+    index.sweep(1_000_000)
+    assert not index.unswept
     assert len(index) == len(plain)
     for worker in WORKERS:
         index.drop_worker(worker)
+    assert index.overlap(prompt) == {}
+    index.sweep(1_000_000)
     assert len(index) == 0
     assert index.overlap(prompt) == {}

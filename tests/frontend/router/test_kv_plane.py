@@ -189,11 +189,83 @@ def test_an_unknown_worker_is_asked_for_a_snapshot():
 def test_a_lost_worker_leaves_nothing():
     plane, index = caught_up_plane(3, A)
     plane.on_lost("w")
-    assert len(index) == 0
+    assert index.overlap([A]) == {}
     assert not plane.caught_up("w")
     assert plane.seq("w") == 0
     assert not plane.on_snapshot("w", snapshot(3, A))
+    index.sweep(1_000)
     assert len(index) == 0
+
+
+def test_a_report_tells_of_a_lost_last_delta():
+    plane, index = caught_up_plane(3, A)
+    assert not plane.on_position("w", "e1", 3)
+    assert plane.on_position("w", "e1", 4)
+    assert not plane.caught_up("w")
+    assert plane.gaps == 1
+    assert not plane.on_position("w", "e1", 4)  # it was asked for already
+    assert not plane.on_snapshot("w", snapshot(4, B))
+    assert index.resident("w") == {B}
+    assert not plane.on_position("w", "e1", 4)
+
+
+def test_a_report_older_than_the_snapshot_says_nothing():
+    plane, _ = caught_up_plane(7, A)
+    assert not plane.on_position("w", "e1", 5)
+    assert plane.caught_up("w")
+
+
+def test_a_report_of_a_new_start_empties_the_index_and_asks_once():
+    plane, index = caught_up_plane(7, A)
+    assert plane.on_position("w", "e2", 0)
+    assert index.resident("w") == set()
+    assert not plane.on_position("w", "e2", 0)
+    assert not plane.on_snapshot("w", snapshot(0, B, epoch="e2"))
+    assert index.resident("w") == {B}
+    assert not plane.on_position("w", "e1", 9)
+    assert plane.caught_up("w")
+
+
+def test_reports_and_heartbeats_of_unknown_workers_are_ignored():
+    plane = KvPlane(KvIndex())
+    assert not plane.on_position("w", "e1", 3)
+    assert not plane.on_heartbeat("w", "e1", 3)
+    assert not plane.on_heartbeat("w", "e1", 3)
+
+
+def test_a_heartbeat_gives_the_deltas_that_it_speaks_of_time_to_arrive():
+    plane, index = caught_up_plane(3, A)
+    assert not plane.on_heartbeat("w", "e1", 4)
+    plane.on_delta("w", stored(4, B))
+    assert not plane.on_heartbeat("w", "e1", 5)
+    plane.on_delta("w", stored(5, C))
+    assert not plane.on_heartbeat("w", "e1", 5)
+    assert plane.gaps == 0
+    assert index.resident("w") == {A, B, C}
+
+
+def test_two_heartbeats_tell_of_a_line_on_which_nothing_comes():
+    plane, index = caught_up_plane(3, A)
+    assert not plane.on_heartbeat("w", "e1", 4)
+    assert plane.on_heartbeat("w", "e1", 4)
+    assert not plane.on_snapshot("w", snapshot(4, B))
+    assert index.resident("w") == {B}
+
+
+def test_a_snapshot_that_does_not_come_is_asked_for_again():
+    plane = KvPlane(KvIndex())
+    assert plane.on_ready("w", "e1")
+    assert not plane.on_heartbeat("w", "e1", 0)
+    assert plane.on_heartbeat("w", "e1", 0)
+    plane.on_snapshot("w", snapshot(0, A))
+    assert not plane.on_heartbeat("w", "e1", 0)
+
+
+def test_a_worker_without_positions_in_its_heartbeats_is_left_alone():
+    plane, _ = caught_up_plane(3, A)
+    assert not plane.on_heartbeat("w", "", 0)
+    assert not plane.on_heartbeat("w", "", 0)
+    assert plane.caught_up("w")
 
 
 class Worker:
@@ -235,8 +307,11 @@ class Worker:
     st.sampled_from([0.0, 0.3]),
     st.sampled_from([0.0, 0.2]),
     st.sampled_from([0.0, 0.05]),
+    st.booleans(),
 )
-def test_any_loss_order_and_repetition_ends_in_the_truth(seed, loss, late, twice, restart):
+def test_any_loss_order_and_repetition_ends_in_the_truth(
+    seed, loss, late, twice, restart, tells_by_report
+):
     rng = random.Random(seed)
     worker, index = Worker(rng), KvIndex()
     plane = KvPlane(index, max_waiting=6)
@@ -264,13 +339,18 @@ def test_any_loss_order_and_repetition_ends_in_the_truth(seed, loss, late, twice
         if plane.caught_up("w") and plane._feeds["w"].epoch == worker.epoch:
             assert index.resident("w") == worker.history[plane.seq("w")]
 
-    # The worker's next delta tells of whatever was lost, and a few snapshots mend it.
-    deliver(worker.step())
-    for _ in range(100):
-        if asked and plane.on_snapshot("w", asked.pop(0)):
+    # No delta follows: reports and heartbeats tell of whatever was lost, and a few
+    # snapshots mend it.
+    tell = plane.on_position if tells_by_report else plane.on_heartbeat
+    for _ in range(4):
+        if tell("w", worker.epoch, worker.seq):
             asked.append(worker.snapshot())
+        for _ in range(100):
+            if asked and plane.on_snapshot("w", asked.pop(0)):
+                asked.append(worker.snapshot())
     assert not asked
     assert plane.caught_up("w")
     assert plane.seq("w") == worker.seq
     assert index.resident("w") == worker.held
+    index.sweep(1_000)
     assert len(index) == len(worker.held)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from frontend.router.block_hashes import RequestBlocks
 from frontend.router.cost import RouterSettings
+from frontend.router.image_affinity import PromptImage
 from frontend.router.router import Router
-from transfer.messages import KvSnapshot
+from frontend.router.worker_load import LoadBook
+from transfer.messages import FrontendShare, KvSnapshot, LoadReport
 
 BLOCK = 32
 EIGHT = [f"w{n}" for n in range(8)]
@@ -186,6 +192,7 @@ def test_a_dropped_worker_leaves_nothing():
     router.plane.on_snapshot("w0", KvSnapshot("e1", 1, {"GPU": blocks.digests}))
     route(router, "r1", blocks, ["w0"])
     assert router.drop_worker("w0") == ["r1"]
+    assert not router.index.sweep(1_000)
     assert len(router.index) == len(router.load) == len(router.promises) == 0
     assert not router.plane.caught_up("w0")
 
@@ -225,6 +232,158 @@ def test_a_temperature_also_takes_dearer_workers():
         taken.add(route(router, f"r{n}", blocks, ["w0", "w1"]).worker)
         router.finish(f"r{n}")
     assert taken == {"w0", "w1"}
+
+
+def picture(name, num_tokens, image_tokens, text="a"):
+    """A prompt of 64 tokens of text, an image, and text again."""
+    blocks = prompt(f"{text}-{name}", num_tokens)
+    return replace(blocks, images=(PromptImage(name, 64, image_tokens),))
+
+
+def test_a_burst_of_one_unseen_large_image_goes_to_few_workers():
+    router, _ = make_router()
+    taken = Counter(
+        route(router, f"r{n}", picture("photo", 4300, 4096)).worker for n in range(50)
+    )
+    assert 2 <= len(taken) <= 5
+    # Each encodes it once: the rest of its requests only adds text and waiting.
+    assert sum(router.load.load(w).prefill_tokens for w in EIGHT) == len(taken) * (
+        4300 + 2048
+    ) + (50 - len(taken)) * (4300 - 134 * BLOCK)
+
+
+@pytest.mark.parametrize("in_flight", [16, 24, 40, 64, 160])
+def test_a_prefix_that_everyone_shares_pins_nobody(in_flight):
+    """Requests come and go: at each moment nobody has above 1.5 times the mean."""
+    router, _ = make_router()
+    shared = prompt("system", 2000).digests
+    router.index.store("w0", shared)
+    running, peaks = deque(), []
+    for n in range(10 * in_flight):
+        own = [f"{n}-{block}".encode() for block in range(3)]
+        blocks = RequestBlocks([*shared, *own], 65, 2100, BLOCK)
+        worker = route(router, f"r{n}", blocks).worker
+        router.index.store(worker, blocks.digests)
+        router.first_token(f"r{n}")
+        running.append((f"r{n}", worker))
+        if len(running) == in_flight:
+            counts = Counter(worker for _, worker in running)
+            peaks.append(max(counts.values()))
+            router.finish(running.popleft()[0])
+    steady = peaks[len(peaks) // 2 :]
+    assert max(steady) <= max(math.ceil(1.5 * in_flight / 8), 4)
+
+
+def test_a_long_conversation_stays_where_it_is_though_others_are_idle():
+    router, _ = make_router()
+    for n in range(4):
+        route(router, f"r{n}", prompt(f"other-{n}", 320), ["w3"])
+        router.first_token(f"r{n}")
+    blocks = prompt("chat", 20_000)
+    router.index.store("w3", blocks.digests)
+    assert route(router, "r", blocks).worker == "w3"
+
+
+def test_an_image_goes_where_it_was_encoded_though_its_blocks_are_gone():
+    router, clock = make_router()
+    first = route(router, "r1", picture("photo", 1300, 1024))
+    assert first.cost == 1300 + 512
+    router.finish("r1")
+    clock.now += 60
+    again = route(router, "r2", picture("photo", 1300, 1024, text="another"))
+    assert (again.worker, again.overlap_blocks) == (first.worker, 0)
+    assert again.cost == 1300
+    assert {a.cost for a in again.alternatives} == {1300 + 512}
+
+
+def test_blocks_count_before_images_where_they_are_worth_more():
+    router, _ = make_router()
+    blocks = picture("photo", 1300, 1024)
+    router.images.add("w1", blocks.images, 0)
+    router.index.store("w2", blocks.digests)
+    taken = route(router, "r", blocks)
+    # 40 blocks are held, image and all: 1300 - 1280 against 1300.
+    assert (taken.worker, taken.cost) == ("w2", 20)
+    assert taken.alternatives[0][:2] == ("w1", 1300)
+
+
+def report(**more):
+    return LoadReport(**{"epoch": "e1", "seq": 0, **more})
+
+
+@pytest.mark.parametrize("happening", ["reset", "loss"])
+def test_images_are_forgotten_with_the_encoder_cache(happening):
+    router, _ = make_router()
+    router.on_report("w1", report(encoder_resets=0))
+    route(router, "r", picture("photo", 1300, 1024), ["w1"])
+    assert len(router.images) == 1
+    router.on_report("w1", report(encoder_resets=0))
+    assert len(router.images) == 1
+    if happening == "reset":
+        router.on_report("w1", report(encoder_resets=1))
+    else:
+        router.drop_worker("w1")
+    assert len(router.images) == 0
+
+
+def test_what_other_frontends_do_repels_too():
+    router, _ = make_router()
+    router.frontend = "me"
+    for worker, busy in (("w0", "me"), ("w1", "other")):
+        router.on_report(worker, report(shares={busy: FrontendShare(3, 3000, 100)}))
+    assert {route(router, f"r{n}", prompt(f"p{n}", 100)).worker for n in range(16)} == set(
+        EIGHT
+    ) - {"w1"}
+
+
+def test_a_report_from_behind_a_lost_delta_asks_for_a_snapshot():
+    router, _ = make_router()
+    router.plane.on_ready("w0", "e1")
+    router.plane.on_snapshot("w0", KvSnapshot("e1", 1, {}))
+    assert not router.on_report("w0", report(seq=1))
+    assert router.on_report("w0", report(seq=2))
+
+
+def test_an_engine_that_drops_the_last_match_reuses_one_block_less():
+    router, _ = make_router()
+    blocks = replace(prompt("a", 1000), last_match_dropped=True)
+    first = route(router, "r1", blocks, ["w0"])
+    assert (first.overlap_blocks, first.promised_blocks) == (0, 0)
+    second = route(router, "r2", blocks, ["w0"])
+    assert (second.overlap_blocks, second.promised_blocks) == (0, 30)
+    router.index.store("w0", blocks.digests[:10])
+    third = route(router, "r3", blocks, ["w0"])
+    assert (third.overlap_blocks, third.promised_blocks) == (9, 21)
+    router.index.store("w0", blocks.digests)
+    assert route(router, "r4", blocks, ["w0"]).overlap_blocks == 30
+
+
+happenings = st.lists(
+    st.tuples(
+        st.sampled_from(["route", "route", "first_token", "finish", "drop_worker"]),
+        st.integers(0, 9),
+        st.sampled_from(EIGHT),
+    ),
+    max_size=60,
+)
+
+
+@settings(deadline=None)
+@given(happenings)
+def test_no_request_leaves_a_charge_behind(events):
+    router, clock = make_router()
+    for verb, number, worker in events:
+        if verb == "route":
+            route(router, f"r{number}", picture(f"p{number % 3}", 500, 256))
+        elif verb == "drop_worker":
+            router.drop_worker(worker)
+        else:
+            getattr(router, verb)(f"r{number}")
+    for number in range(10):
+        router.finish(f"r{number}")
+    clock.now += 10
+    assert len(router.load) == len(router.promises) == 0
+    assert vars(router.load) == vars(LoadBook())
 
 
 def test_an_unknown_mode_is_refused():

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.router.worker_load import LoadBook, WorkerLoad
+from transfer.messages import FrontendShare, LoadReport
 
 IDLE = WorkerLoad()
 
@@ -55,6 +56,64 @@ def test_a_lost_worker_names_its_requests_and_is_idle():
     book.finish("r2")
     assert book.load("w") == IDLE
     assert book.load("v").requests == 1
+
+
+def report(kv_blocks=0, **shares):
+    return LoadReport(epoch="e", seq=0, kv_blocks=kv_blocks, shares=shares)
+
+
+def test_what_other_frontends_have_in_flight_is_added_to_what_is_ones_own():
+    book = LoadBook()
+    book.charge("w", "r", 100, 4)
+    book.report(
+        "w",
+        report(
+            kv_blocks=50,
+            me=FrontendShare(9, 900, 90),
+            one=FrontendShare(2, 60, 7),
+            two=FrontendShare(1, 5, 3),
+        ),
+        "me",
+    )
+    assert book.load("w") == WorkerLoad(4, 165, 14, engine_blocks=50)
+    assert book.own("w") == WorkerLoad(1, 100, 4)
+
+
+def test_two_frontends_agree_on_a_worker_whoever_sent_what():
+    mine, theirs = LoadBook(), LoadBook()
+    mine.charge("w", "r1", 100, 4)
+    mine.charge("w", "r2", 10, 1)
+    theirs.charge("w", "r3", 30, 2)
+    said = report(kv_blocks=9, a=FrontendShare(2, 110, 5), b=FrontendShare(1, 30, 2))
+    mine.report("w", said, "a")
+    theirs.report("w", said, "b")
+    assert mine.load("w") == theirs.load("w") == WorkerLoad(3, 140, 7, 9)
+
+
+def test_a_report_replaces_the_one_before():
+    book = LoadBook()
+    book.report("w", report(other=FrontendShare(2, 60, 7)), "me")
+    book.report("w", report(other=FrontendShare(1, 0, 3)), "me")
+    assert book.load("w") == WorkerLoad(1, 0, 3)
+    book.report("w", report(), "me")
+    assert vars(book) == vars(LoadBook())
+
+
+def test_a_lost_workers_report_is_forgotten():
+    book = LoadBook()
+    book.report("w", report(other=FrontendShare(2, 60, 7)), "me")
+    book.drop_worker("w")
+    assert book.load("w") == IDLE
+
+
+def test_a_request_tells_what_it_is_charged_now():
+    book = LoadBook()
+    book.charge("w", "r", 100, 4)
+    assert book.charged("r") == WorkerLoad(1, 100, 4)
+    book.first_token("r")
+    assert book.charged("r") == WorkerLoad(1, 0, 4)
+    book.finish("r")
+    assert book.charged("r") == IDLE
 
 
 events = st.one_of(
