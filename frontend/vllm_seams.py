@@ -8,8 +8,9 @@ vLLM names relied on: EngineCoreClient.make_async_mp_client (called by
 AsyncLLM.__init__); renderers.base.processor_cache_from_config and
 processor_only_cache_from_config (called by BaseRenderer.__init__);
 launchers.api_server.entry.build_app (called by build_and_serve);
-BaseRenderer._process_mm_uuids, start_mm_warmup_in_background; AsyncLLM.check_health,
-_add_request; InputProcessor.mm_encoder_cache_size;
+BaseRenderer._process_mm_uuids, start_mm_warmup_in_background, mm_processor;
+BaseMultiModalProcessor.apply (called by BaseRenderer._process_multimodal);
+AsyncLLM.check_health, _add_request; InputProcessor.mm_encoder_cache_size;
 AsyncEngineArgs.create_model_config.
 """
 
@@ -35,6 +36,7 @@ from vllm.v1.executor import Executor
 
 from configs.flags import BadSetting, sentence_of
 from frontend.engine_client import RoutedEngineClient
+from frontend.media.lazy_image import ImageUnreadable
 from frontend.receipt import ReceiptMiddleware
 from transfer.messages import WorkerFacts
 
@@ -131,6 +133,7 @@ def make_llm(
             usage_context=UsageContext.OPENAI_API_SERVER,
         )
     _separate_uuids(llm.renderer)
+    _name_unreadable_images(llm.renderer)
     return llm
 
 
@@ -148,6 +151,30 @@ def _separate_uuids(renderer: Any) -> None:
         }
 
     renderer._process_mm_uuids = process_and_mark
+
+
+def _name_unreadable_images(renderer: Any) -> None:
+    """Answer for an image that turns out to be damaged as if it had been decoded at once.
+
+    It is decoded within the processor, whose error would say anything but that.
+    """
+    processor = renderer.mm_processor
+    if processor is None:
+        return
+    apply: Callable[..., Any] = processor.apply
+
+    def apply_and_name(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return apply(*args, **kwargs)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, ImageUnreadable):
+                    raise cause from None
+                cause = cause.__cause__ or cause.__context__
+            raise
+
+    processor.apply = apply_and_name
 
 
 @contextmanager
