@@ -6,8 +6,9 @@ files, audio, video and embeddings are loaded as vLLM does.
 
 vLLM names relied on: multimodal.media.MEDIA_CONNECTOR_REGISTRY;
 multimodal.media.connector.MediaConnector (load_from_url, load_from_url_async,
-_load_data_url, media_io_kwargs), global_thread_pool; multimodal.media.image.ImageMediaIO
-(its arguments and their check); envs.VLLM_IMAGE_FETCH_TIMEOUT.
+_load_data_url, _load_file_url, media_io_kwargs), global_thread_pool;
+multimodal.media.image.ImageMediaIO (its arguments and their check);
+envs.VLLM_IMAGE_FETCH_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -121,6 +122,13 @@ class LazyMediaConnector(MediaConnector):
         except ValueError as error:
             raise VLLMValidationError(f"Invalid base64 in data URL: {error}") from error
         return cast(M, media_io.load_bytes(data))
+
+    def _load_file_url(self, url_spec: Any, media_io: MediaIO[M]) -> M:
+        try:
+            return super()._load_file_url(url_spec, media_io)
+        except (RuntimeError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise VLLMValidationError(f"Cannot load a local file: {reason}") from error
 
     def _image_io(self, image_mode: str | None) -> LazyImageIO:
         return LazyImageIO(

@@ -205,11 +205,10 @@ def _orientation(image: Image.Image) -> int | None:
 
 def _oriented_size(data: bytes, header: ImageHeader) -> tuple[int, int] | None:
     """Width and height once decoded, in pixels; None where only decoding tells."""
-    if header.orientation is None:
-        late = header.format == "PNG" and _has_late_metadata(data)
-        return None if late else header.size
+    if header.format == "PNG" and _has_late_metadata(data):
+        return None
     # 5 to 8 turn the image, unless its EXIF turns out to be broken.
-    return header.size if header.orientation <= 4 else None
+    return header.size if (header.orientation or 1) <= 4 else None
 
 
 def _has_late_metadata(png: bytes) -> bool:

@@ -4,6 +4,8 @@ Beside vLLM's ``--allowed-media-domains``, which is checked at every redirect, a
 only as good as the addresses it resolves to: unless the operator says otherwise, those of
 private networks, of this host and of cloud metadata services are refused. Domains that
 the operator lists are trusted with private addresses.
+
+vLLM names relied on: exceptions.VLLMUnprocessableEntityError (answered as 422).
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def processor_input(item: MediaWithBytes[Image.Image]) -> Image.Image:
     return parser.parse_mm_data({"image": [parsed[0]]})["image"][0]
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(encoded_images(), all_options)
 def test_hash_size_mode_and_pixels_are_vllms(
     encoded: tuple[str, bytes], options: ImageOptions
