@@ -75,7 +75,8 @@ def encoded_images(draw: st.DrawFn) -> tuple[str, bytes]:
             extra["exif"] = exif_with(orientation)
     if kind in ("PNG", "GIF") and mode in ("P", "L", "RGB") and draw(st.booleans()):
         extra["transparency"] = (1, 2, 3) if mode == "RGB" else 3
-    if kind == "MPO" or (kind in ("GIF", "PNG", "WEBP") and draw(st.booleans())):
+    moves = kind in ("GIF", "PNG", "WEBP") and "transparency" not in extra
+    if kind == "MPO" or (moves and draw(st.booleans())):
         extra |= {"save_all": True, "append_images": [picture(mode, *image.size, 7)]}
     out = io.BytesIO()
     image.save(out, kind, **extra)
