@@ -13,7 +13,7 @@ from PIL import Image, ImageFile
 from vllm.multimodal.media.image import ImageMediaIO
 
 from frontend.media.connector import CONNECTOR
-from tests.frontend.media.app import App, by_url, in_place, running_app
+from tests.frontend.app import App, by_url, in_place, running_app
 from tests.frontend.media.web import Site, running_site
 
 pytestmark = [

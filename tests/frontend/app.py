@@ -14,6 +14,7 @@ import httpx
 import pybase64
 from prometheus_client import CollectorRegistry
 from vllm.entrypoints.launchers.api_server import entry
+from vllm.renderers.base import BaseRenderer
 
 from configs.demo.checkpoint import write_checkpoint
 from frontend.arena_cache import ArenaProcessorCache, IdentifiedItem
@@ -30,7 +31,7 @@ from frontend.vllm_seams import frontend_config, make_llm
 from tests.fakes import HASHER
 from transfer.arena import Arena
 
-CHECKPOINT = Path(__file__).parents[3] / ".demo" / "checkpoint"
+CHECKPOINT = Path(__file__).parents[2] / ".demo" / "checkpoint"
 
 
 @dataclass
@@ -39,7 +40,7 @@ class App:
 
     http: httpx.AsyncClient
     cache: ArenaProcessorCache
-    url_cache: UrlCache
+    renderer: BaseRenderer[Any]
 
     async def render(self, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/chat/completions/render", json=body(parts, fields))
@@ -101,8 +102,8 @@ async def running_app() -> AsyncIterator[App]:
         metrics=FrontendMetrics(CollectorRegistry()),
         worker_wait_timeout=0.0,
     )
-    policy, url_cache = UrlPolicy([], allow_private=True), UrlCache(1 << 20)
-    remote = RemoteMedia(policy, url_cache)
+    policy = UrlPolicy([], allow_private=True)
+    remote = RemoteMedia(policy, UrlCache(1 << 20))
     register_connector(remote, policy)
     llm = make_llm(config, args, client, cache)
     try:
@@ -111,7 +112,7 @@ async def running_app() -> AsyncIterator[App]:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://frontend", timeout=60
         ) as http:
-            yield App(http, cache, url_cache)
+            yield App(http, cache, llm.renderer)
     finally:
         llm.shutdown()
         await remote.close()
