@@ -116,6 +116,7 @@ class LazyImage(Image.Image):
         self.header = header
         self._mode = options.image_mode or header.mode
         self._failure: ImageUnreadable | None = None
+        self.readonly = 1  # Pillow clears it when the pixels are about to be changed
         for name in _ONLY_DECODING_TELLS:
             delattr(self, name)  # __getattr__ finds out
 
@@ -150,8 +151,22 @@ class LazyImage(Image.Image):
             image.load()
             self.im, self.palette, self.info = image.im, image.palette, image.info
             self._mode, self._size = image.mode, image.size
-            self.readonly, self._exif = image.readonly, image._exif
+            self._exif = image._exif
         return super().load()
+
+    def copy(self) -> Image.Image:
+        """A copy that is a plain image.
+
+        vLLM makes one of every image right before processing it, and looks at the image
+        itself no more. So the copy gets these pixels; who asks here again has them decoded
+        again.
+        """
+        self.load()
+        if not self.readonly:
+            return super().copy()
+        image = self._new(self.im)
+        self._im = None
+        return image
 
     def getexif(self) -> Image.Exif:
         # vLLM's hasher asks for an ImageID that is a UUID object. Images made in memory

@@ -26,6 +26,11 @@ from frontend.media.lazy_image import (
     read_header,
 )
 
+# Pillow's, about the conversion of a palette to L.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Palette images with Transparency:UserWarning"
+)
+
 MODES = {
     "JPEG": ["L", "RGB", "CMYK"],
     "MPO": ["RGB"],
@@ -183,6 +188,21 @@ def test_pixels_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     np.asarray(image)
     image.convert("L")
     assert len(decoded) == 1
+
+
+def test_a_copy_takes_the_pixels_along() -> None:
+    image, pixels = load_lazily(jpeg(), ImageOptions()).media, decode(jpeg(), ImageOptions())
+    copy = image.copy()
+    assert type(copy) is Image.Image and not image.decoded
+    copy.putpixel((0, 0), (1, 2, 3))
+    assert image.tobytes() == pixels.tobytes()
+
+
+def test_a_copy_has_what_was_changed_and_leaves_it() -> None:
+    image = load_lazily(jpeg(), ImageOptions()).media
+    image.putpixel((0, 0), (1, 2, 3))
+    for copy in (image.copy(), image):
+        assert copy.getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_it_survives_pickling_without_being_decoded() -> None:
