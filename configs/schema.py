@@ -99,6 +99,16 @@ class FrontendConfig(DiscoverySettings):
     mm_identity_hash: Literal["xxh3_128", "blake3"] = setting(
         "xxh3_128", "Hash behind image identities.", env="FOVEAL_MM_IDENTITY_HASH"
     )
+    mm_url_cache_gb: float = setting(
+        0.5, "Memory for media fetched from URLs, kept as HTTP allows, GiB (0: none).",
+        env="FOVEAL_MM_URL_CACHE_GB", ge=0.0,
+    )
+    mm_url_private_addresses: Literal["refuse", "allow"] = setting(
+        "refuse",
+        "Whether media may be fetched from this host and private networks. Hosts listed "
+        "in vLLM's --allowed-media-domains may be there in any case.",
+        env="FOVEAL_MM_URL_PRIVATE_ADDRESSES",
+    )
     worker: tuple[str, ...] = setting(
         (), "Address of a worker, tcp://host:port, besides those in the registry. May be "
         "repeated.",

@@ -8,6 +8,8 @@ def main() -> int:
     # A frontend runs no model. Told so, vLLM's CUDA build works on hosts without a GPU
     # and this process never touches one. vLLM reads it when it is imported.
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    # Ours (frontend/media/connector.py), unless the operator has chosen one.
+    os.environ.setdefault("VLLM_MEDIA_CONNECTOR", "foveal")
 
     import uvloop
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup

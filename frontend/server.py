@@ -25,6 +25,11 @@ from configs.schema import FrontendConfig
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
 from frontend.fleet_api import fleet_routes
+from frontend.media.connector import register_connector
+from frontend.media.metrics import UrlCacheCollector
+from frontend.media.remote_media import RemoteMedia
+from frontend.media.url_cache import UrlCache
+from frontend.media.url_policy import UrlPolicy
 from frontend.metrics import FleetCollector, FrontendMetrics
 from frontend.nixl_offers import NixlOffers
 from frontend.router.cost import RouterSettings
@@ -62,6 +67,12 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
         load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path),
         settings.mm_identity_hash,
     )
+    url_cache = UrlCache(int(settings.mm_url_cache_gb * GIB))
+    url_policy = UrlPolicy(
+        args.allowed_media_domains or (), settings.mm_url_private_addresses == "allow"
+    )
+    remote_media = RemoteMedia(url_policy, url_cache)
+    register_connector(remote_media, url_policy)
     arena = _make_arena(settings, config)
     try:
         cache = ArenaProcessorCache(arena, hasher, config.model_config.model)
@@ -88,6 +99,7 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
         )
         client.start(pool, llm.learn)
         REGISTRY.register(FleetCollector(pool, router.plane, cache, arena, nixl))
+        REGISTRY.register(UrlCacheCollector(url_cache.stats))
         try:
             with our_app(fleet_routes(client)):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)
@@ -95,6 +107,7 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
         finally:
             llm.shutdown()
             await client.closed()
+            await remote_media.close()
             sock.close()
     finally:
         if arena is not None:

@@ -8,8 +8,11 @@ vLLM names relied on: EngineCoreClient.make_async_mp_client (called by
 AsyncLLM.__init__); renderers.base.processor_cache_from_config and
 processor_only_cache_from_config (called by BaseRenderer.__init__);
 launchers.api_server.entry.build_app (called by build_and_serve);
-BaseRenderer._process_mm_uuids, start_mm_warmup_in_background; AsyncLLM.check_health,
-_add_request; InputProcessor.mm_encoder_cache_size;
+BaseRenderer._process_mm_uuids, start_mm_warmup_in_background, mm_processor;
+BaseMultiModalProcessor.apply (called by BaseRenderer._process_multimodal);
+BaseRenderer._tokenize_prompt, _tokenize_prompt_async, _wants_offsets,
+_build_tokens_prompt, _executor; TokenizeParams.get_encode_kwargs; async_utils.make_async;
+AsyncLLM.check_health, _add_request; InputProcessor.mm_encoder_cache_size;
 AsyncEngineArgs.create_model_config.
 """
 
@@ -27,6 +30,7 @@ from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.renderers import base as renderers_base
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.async_utils import make_async
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -35,7 +39,9 @@ from vllm.v1.executor import Executor
 
 from configs.flags import BadSetting, sentence_of
 from frontend.engine_client import RoutedEngineClient
+from frontend.media.lazy_image import ImageUnreadable
 from frontend.receipt import ReceiptMiddleware
+from frontend.segment_tokenizer import SHORTEST_TEXT, segment_tokenizer
 from transfer.messages import WorkerFacts
 
 
@@ -131,6 +137,8 @@ def make_llm(
             usage_context=UsageContext.OPENAI_API_SERVER,
         )
     _separate_uuids(llm.renderer)
+    _name_unreadable_images(llm.renderer)
+    _reuse_tokenization(llm.renderer)
     return llm
 
 
@@ -148,6 +156,54 @@ def _separate_uuids(renderer: Any) -> None:
         }
 
     renderer._process_mm_uuids = process_and_mark
+
+
+def _name_unreadable_images(renderer: Any) -> None:
+    """Answer for an image that turns out to be damaged as if it had been decoded at once.
+
+    It is decoded within the processor, whose error would say anything but that.
+    """
+    processor = renderer.mm_processor
+    if processor is None:
+        return
+    apply: Callable[..., Any] = processor.apply
+
+    def apply_and_name(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return apply(*args, **kwargs)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, ImageUnreadable):
+                    raise cause from None
+                cause = cause.__cause__ or cause.__context__
+            raise
+
+    processor.apply = apply_and_name
+
+
+def _reuse_tokenization(renderer: Any) -> None:
+    """Tokenize only what is new in a long chat, where the tokenizer allows that."""
+    segments = segment_tokenizer(renderer.tokenizer)
+    if segments is None:
+        return
+    tokenize_all: Callable[..., Any] = renderer._tokenize_prompt
+
+    def tokenize(prompt: Any, params: Any) -> Any:
+        text, how = prompt["prompt"], params.get_encode_kwargs()
+        if (
+            len(text) < SHORTEST_TEXT
+            or how["add_special_tokens"]
+            or renderer._wants_offsets(prompt, params)
+        ):
+            return tokenize_all(prompt, params)
+        token_ids = segments.encode(text)
+        if how["truncation"] and len(token_ids) > how["max_length"]:
+            return tokenize_all(prompt, params)
+        return renderer._build_tokens_prompt(token_ids, prompt)
+
+    renderer._tokenize_prompt = tokenize
+    renderer._tokenize_prompt_async = make_async(tokenize, executor=renderer._executor)
 
 
 @contextmanager

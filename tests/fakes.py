@@ -192,7 +192,8 @@ class FakeEngine:
 
     def add(self, frames: Sequence[Frame]) -> None:
         """What ``workers.engine_inputs.EngineInputs`` does with vLLM's client."""
-        request = decode_request(frames)
+        # Into memory that may be written to, as what a socket receives.
+        request = decode_request([bytearray(frame) for frame in frames])
         self._run_step(request)
         self.added.put_nowait(request)
         if not self.stalled:

@@ -80,11 +80,10 @@ class Promises:
                 continue
             # A promise is made of all leading blocks of a prompt, and each digest covers
             # those before it: where one is promised, so are all before it, and as long.
-            counts[worker] = bisect_left(
-                range(start, len(digests)),
-                True,
-                key=lambda place, promised=promised: digests[place] not in promised,
-            )
+            def is_beyond(place: int, promised: dict[bytes, float] = promised) -> bool:
+                return digests[place] not in promised
+
+            counts[worker] = bisect_left(range(start, len(digests)), True, key=is_beyond)
         return counts
 
     def drop_worker(self, worker: str) -> None:

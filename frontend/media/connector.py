@@ -1,0 +1,141 @@
+"""Media of a request, fetched and checked but not yet decoded.
+
+vLLM makes a connector for each request that has media. This one reads an image's header
+and puts decoding off (``lazy_image``), and fetches URLs through ``remote_media``. Local
+files, audio, video and embeddings are loaded as vLLM does.
+
+vLLM names relied on: multimodal.media.MEDIA_CONNECTOR_REGISTRY;
+multimodal.media.connector.MediaConnector (load_from_url, load_from_url_async,
+_load_data_url, _load_file_url, media_io_kwargs), global_thread_pool;
+multimodal.media.image.ImageMediaIO (its arguments and their check);
+envs.VLLM_IMAGE_FETCH_TIMEOUT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import pybase64
+import vllm.envs as envs
+from PIL import Image
+from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
+from vllm.multimodal.media.base import MediaIO
+from vllm.multimodal.media.connector import global_thread_pool
+from vllm.multimodal.media.image import ImageMediaIO
+
+from frontend.media.lazy_image import ImageOptions, load_lazily
+from frontend.media.remote_media import RemoteMedia
+from frontend.media.url_cache import UrlCache
+from frontend.media.url_policy import UrlPolicy
+
+M = TypeVar("M")
+
+CONNECTOR = "foveal"
+"""Its name in vLLM's registry; VLLM_MEDIA_CONNECTOR chooses one."""
+
+
+def register_connector(remote: RemoteMedia, policy: UrlPolicy) -> None:
+    """Let vLLM find this connector by name; all its instances share ``remote``."""
+    make: Any = partial(LazyMediaConnector, remote=remote, policy=policy)
+    MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(make)
+
+
+class LazyImageIO(ImageMediaIO):
+    """vLLM's way to load images, except that they are not decoded."""
+
+    def __init__(self, image_mode: str | None = "RGB", **kwargs: Any) -> None:
+        super().__init__(image_mode, **kwargs)
+        if image_mode is not None and not isinstance(image_mode, str):
+            raise VLLMValidationError("image_mode must be a string or null")
+        self.options = ImageOptions(image_mode, self.rgba_background_color)
+
+    def load_bytes(self, data: bytes) -> MediaWithBytes[Image.Image]:  # type: ignore[override]
+        return load_lazily(data, self.options)
+
+
+class LazyMediaConnector(MediaConnector):
+    """vLLM's connector with lazy images and a fetcher of ours."""
+
+    def __init__(self, *args: Any, remote: RemoteMedia, policy: UrlPolicy, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._remote = remote
+        self._policy = policy
+
+    def fetch_image(self, image_url: str, *, image_mode: str | None = "RGB") -> Image.Image:
+        return self.load_from_url(
+            image_url, self._image_io(image_mode), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
+        )
+
+    async def fetch_image_async(
+        self, image_url: str, *, image_mode: str | None = "RGB"
+    ) -> Image.Image:
+        return await self.load_from_url_async(
+            image_url, self._image_io(image_mode), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
+        )
+
+    def load_from_url(
+        self, url: str, media_io: MediaIO[M], *, fetch_timeout: int | None = None
+    ) -> M:
+        if _is_here(url):
+            return super().load_from_url(url, media_io, fetch_timeout=fetch_timeout)
+
+        async def fetch() -> bytes:
+            # In a loop of its own: what is shared belongs to the server's.
+            remote = RemoteMedia(self._policy, UrlCache(0))
+            try:
+                return await remote.fetch(
+                    url, timeout=fetch_timeout, max_bytes=media_io.get_max_bytes()
+                )
+            finally:
+                await remote.close()
+
+        return media_io.load_bytes(global_thread_pool.submit(asyncio.run, fetch()).result())
+
+    async def load_from_url_async(
+        self, url: str, media_io: MediaIO[M], *, fetch_timeout: int | None = None
+    ) -> M:
+        if _is_here(url):
+            return await super().load_from_url_async(
+                url, media_io, fetch_timeout=fetch_timeout
+            )
+        data = await self._remote.fetch(
+            url, timeout=fetch_timeout, max_bytes=media_io.get_max_bytes()
+        )
+        load: Callable[[bytes], M] = media_io.load_bytes
+        return await asyncio.get_running_loop().run_in_executor(global_thread_pool, load, data)
+
+    def _load_data_url(self, url: str, media_io: MediaIO[M]) -> M:
+        if not isinstance(media_io, LazyImageIO):
+            return super()._load_data_url(url, media_io)
+        # As vLLM's, with one copy of the text less.
+        comma = url.find(",")
+        if comma < 0:
+            raise VLLMValidationError(f"Invalid data URL {url[:32]!r}: missing ',' separator.")
+        if not url[5:comma].endswith(";base64"):
+            raise VLLMValidationError("Only base64 data URLs are supported for now.")
+        try:
+            data = pybase64.b64decode(url[comma + 1 :], validate=True)
+        except ValueError as error:
+            raise VLLMValidationError(f"Invalid base64 in data URL: {error}") from error
+        return cast(M, media_io.load_bytes(data))
+
+    def _load_file_url(self, url_spec: Any, media_io: MediaIO[M]) -> M:
+        try:
+            return super()._load_file_url(url_spec, media_io)
+        except (RuntimeError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise VLLMValidationError(f"Cannot load a local file: {reason}") from error
+
+    def _image_io(self, image_mode: str | None) -> LazyImageIO:
+        return LazyImageIO(
+            **({"image_mode": image_mode} | self.media_io_kwargs.get("image", {}))
+        )
+
+
+def _is_here(url: str) -> bool:
+    """Whether the media are in the request itself or on this host's disk."""
+    return url[:5].lower() in ("data:", "file:")

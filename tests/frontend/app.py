@@ -1,0 +1,119 @@
+"""vLLM's app over our renderer and cache, in this process, with no worker behind it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pybase64
+from prometheus_client import CollectorRegistry
+from vllm.entrypoints.launchers.api_server import entry
+from vllm.renderers.base import BaseRenderer
+
+from configs.demo.checkpoint import write_checkpoint
+from frontend.arena_cache import ArenaProcessorCache, IdentifiedItem
+from frontend.command_line import parse
+from frontend.engine_client import RoutedEngineClient
+from frontend.media.connector import register_connector
+from frontend.media.remote_media import RemoteMedia
+from frontend.media.url_cache import UrlCache
+from frontend.media.url_policy import UrlPolicy
+from frontend.metrics import FrontendMetrics
+from frontend.router.cost import RouterSettings
+from frontend.router.router import Router
+from frontend.vllm_seams import frontend_config, make_llm
+from tests.fakes import HASHER
+from transfer.arena import Arena
+
+CHECKPOINT = Path(__file__).parents[2] / ".demo" / "checkpoint"
+
+
+@dataclass
+class App:
+    """What it is asked to render comes back as the request that an engine would get."""
+
+    http: httpx.AsyncClient
+    cache: ArenaProcessorCache
+    renderer: BaseRenderer[Any]
+
+    async def render(self, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/chat/completions/render", json=body(parts, fields))
+
+    async def rendered(self, *parts: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        """Token ids, hashes and placeholders of a request that must succeed."""
+        response = await self.render(*parts, **fields)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        features = answer["features"]
+        return {
+            "token_ids": answer["token_ids"],
+            "mm_hashes": features["mm_hashes"],
+            "mm_placeholders": features["mm_placeholders"],
+        }
+
+    def identities(self, rendered: dict[str, Any]) -> list[str]:
+        """What the tensors of its images are, by their digests."""
+        items = [
+            self.cache.get_and_update_item(None, mm_hash)[0]
+            for mm_hash in rendered["mm_hashes"]["image"]
+        ]
+        return [item.identity for item in items if isinstance(item, IdentifiedItem)]
+
+    async def chat(self, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/chat/completions", json=body(parts, fields))
+
+
+def body(parts: tuple[dict[str, Any], ...], fields: dict[str, Any]) -> dict[str, Any]:
+    text = {"type": "text", "text": "What is this?"}
+    return {
+        "model": str(CHECKPOINT),
+        "messages": [{"role": "user", "content": [*parts, text]}],
+        **fields,
+    }
+
+
+def by_url(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}, **fields}
+
+
+def in_place(data: bytes, **fields: Any) -> dict[str, Any]:
+    return by_url(f"data:image/any;base64,{pybase64.b64encode(data).decode()}", **fields)
+
+
+@asynccontextmanager
+async def running_app() -> AsyncIterator[App]:
+    write_checkpoint(CHECKPOINT)
+    flags = ("--enable-scale-out", "--trust-request-mm-kwargs")
+    _, args = parse(["--model", str(CHECKPOINT), *flags])
+    config = frontend_config(args)
+    arena = Arena(64 << 20)
+    cache = ArenaProcessorCache(arena, HASHER, config.model_config.model)
+    client = RoutedEngineClient(
+        supported_tasks=("generate",),
+        cache=cache,
+        arena=arena,
+        router=Router("kv", RouterSettings(), time.monotonic, random.Random(1)),
+        metrics=FrontendMetrics(CollectorRegistry()),
+        worker_wait_timeout=0.0,
+    )
+    policy = UrlPolicy([], allow_private=True)
+    remote = RemoteMedia(policy, UrlCache(1 << 20))
+    register_connector(remote, policy)
+    llm = make_llm(config, args, client, cache)
+    try:
+        app = entry.__dict__["build_app"](args, ("generate",), config.model_config)
+        await entry.__dict__["init_app_state"](llm, app.state, args, ("generate",))
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://frontend", timeout=60
+        ) as http:
+            yield App(http, cache, llm.renderer)
+    finally:
+        llm.shutdown()
+        await remote.close()
+        arena.close()

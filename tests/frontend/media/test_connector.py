@@ -1,0 +1,202 @@
+"""Through vLLM's own app and renderer, less the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+from vllm.multimodal.media.image import ImageMediaIO
+
+from frontend.media.connector import CONNECTOR
+from tests.frontend.app import App, by_url, in_place, running_app
+from tests.frontend.media.web import Site, running_site
+
+pytestmark = [
+    pytest.mark.anyio,
+    # vLLM's own app uses what its own protocol deprecates.
+    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
+    # Pillow's, about the conversion of a palette to L.
+    pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def app() -> AsyncIterator[App]:
+    async with running_app() as app:
+        yield app
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with running_site() as site:
+        yield site
+
+
+@pytest.fixture(autouse=True)
+def our_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
+    monkeypatch.setenv("VLLM_MEDIA_FETCH_MAX_RETRIES", "1")
+
+
+class Decoding:
+    """Counts images that are decoded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        load_bytes = ImageMediaIO.load_bytes
+
+        def counting(media_io: ImageMediaIO, data: bytes) -> Any:
+            self.count += 1
+            return load_bytes(media_io, data)
+
+        monkeypatch.setattr(ImageMediaIO, "load_bytes", counting)
+
+        def refuse(_: ImageFile.ImageFile) -> None:
+            raise AssertionError("pixels are decoded")
+
+        self._forbid = lambda: monkeypatch.setattr(ImageFile.ImageFile, "load", refuse)
+
+    def forbid(self) -> None:
+        """From now on no file that Pillow has opened can be decoded, by whomever."""
+        self._forbid()
+
+
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Decoding:
+    return Decoding(monkeypatch)
+
+
+def picture(seed: int, kind: str = "PNG", mode: str = "RGB", **extra: Any) -> bytes:
+    """An image file, another one for each seed."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (90, 120, 4), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels, "RGBA").convert(mode).save(out, kind, **extra)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+async def test_a_repeated_image_is_not_decoded(
+    app: App, decoding: Decoding, kind: str
+) -> None:
+    data = picture(1, kind)
+    first = await app.rendered(in_place(data))
+    assert decoding.count == 1
+    decoding.forbid()
+    assert await app.rendered(in_place(data)) == first
+    again = await app.rendered(in_place(data), in_place(data))
+    assert again["mm_hashes"]["image"] == first["mm_hashes"]["image"] * 2
+
+
+async def test_an_image_known_by_a_uuid_is_not_decoded(app: App, decoding: Decoding) -> None:
+    await app.rendered(in_place(picture(2), uuid="two"))
+    decoding.forbid()
+    with_data = await app.rendered(in_place(picture(2), uuid="two"))
+    alone = await app.rendered({"type": "image_url", "image_url": None, "uuid": "two"})
+    assert alone == with_data
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"image_mode": None}, {"image_mode": "L"}, {"image_mode": "RGBA"},
+     {"rgba_background_color": [0, 0, 0]}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "kind, mode", [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGBA"), ("PNG", "P"),
+                   ("PNG", "LA"), ("WEBP", "RGBA"), ("GIF", "P")],
+)
+async def test_requests_are_what_vllms_own_connector_makes_of_them(
+    app: App, monkeypatch: pytest.MonkeyPatch, kind: str, mode: str, options: dict[str, Any]
+) -> None:
+    fields = {"media_io_kwargs": {"image": options}} if options else {}
+    part = in_place(picture(3, kind, mode))
+    ours = await app.rendered(part, **fields)
+    our_tensors = app.identities(ours)
+    app.cache.clear_cache()
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "http")
+    theirs = await app.rendered(part, **fields)
+    assert ours == theirs
+    assert our_tensors == app.identities(theirs)
+
+
+async def test_many_who_show_one_image_have_it_decoded_once(
+    app: App, decoding: Decoding
+) -> None:
+    data = picture(4, "JPEG")
+    rendered = await asyncio.gather(*(app.rendered(in_place(data)) for _ in range(64)))
+    assert decoding.count == 1
+    assert all(each == rendered[0] for each in rendered)
+
+
+async def test_an_image_by_url_is_the_image_itself(
+    app: App, site: Site, decoding: Decoding
+) -> None:
+    data = picture(5)
+    site.serve("/a.png", data, Cache_Control="max-age=60")
+    in_the_request = await app.rendered(in_place(data))
+    decoding.forbid()
+    parts = [by_url(site.url("/a.png"))] * 8
+    by_its_url = await asyncio.gather(*(app.rendered(part) for part in parts))
+    assert by_its_url == [in_the_request] * 8
+    assert await app.rendered(by_url(site.url("/a.png"))) == in_the_request
+    assert site.asked["/a.png"] == 1
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        in_place(picture(6, "JPEG")[:-500]),
+        in_place(picture(6, "PNG")[:-5000]),
+        in_place(picture(6, "WEBP")[:-500]),
+        in_place(b""),
+        in_place(b"text"),
+        in_place(b"<svg xmlns='http://www.w3.org/2000/svg'/>"),
+        by_url("data:image/png;base64"),
+        by_url("data:image/png;base64,!!!"),
+        by_url("data:image/png,text"),
+        by_url("http://"),
+        by_url("picture.png"),
+        by_url("file:///etc/passwd"),
+    ],
+    ids=lambda part: part["image_url"]["url"][:40],
+)
+async def test_what_is_no_image_is_the_clients_error(app: App, part: dict[str, Any]) -> None:
+    for _ in range(2):
+        response = await app.chat(part)
+        assert 400 <= response.status_code < 500, response.text
+        message = response.json()["error"]["message"]
+        assert len(message) < 300 and "Processor" not in message, message
+
+
+async def test_too_many_pixels_are_the_clients_error(
+    app: App, monkeypatch: pytest.MonkeyPatch, decoding: Decoding
+) -> None:
+    monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "1000")
+    decoding.forbid()
+    response = await app.chat(in_place(picture(7)))
+    assert response.status_code == 400
+    assert "maximum of 1000 pixels" in response.text
+
+
+async def test_an_unknown_conversion_is_the_clients_error(app: App) -> None:
+    for mode in ("FOO", 7):
+        options = {"image": {"image_mode": mode}}
+        response = await app.chat(in_place(picture(8)), media_io_kwargs=options)
+        assert response.status_code == 400, response.text
+
+
+async def test_a_url_that_cannot_be_fetched_says_so(app: App, site: Site) -> None:
+    response = await app.chat(by_url(site.url("/missing.png")))
+    assert (response.status_code, "HTTP 404" in response.text) == (422, True)
+    response = await app.chat(by_url("http://127.0.0.1:1/a.png"))
+    assert (response.status_code, "127.0.0.1" in response.text) == (502, True)
