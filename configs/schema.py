@@ -93,6 +93,20 @@ class FrontendConfig(DiscoverySettings):
     mm_identity_hash: Literal["xxh3_128", "blake3"] = setting(
         "xxh3_128", "Hash behind image identities.", env="FOVEAL_MM_IDENTITY_HASH"
     )
+    mm_preprocess_workers: int | None = setting(
+        None,
+        "Processes that decode and process images beside the frontend's own (default: one "
+        "less than the processors, at most 4; 0: none).",
+        env="FOVEAL_MM_PREPROCESS_WORKERS", ge=0, le=64,
+    )
+    mm_preprocess_queue: int = setting(
+        1024, "Images that may wait for a preprocess process before requests are answered "
+        "503.", ge=1,
+    )
+    mm_preprocess_timeout: float = setting(
+        60.0, "Seconds an image may wait and be processed before its request is answered "
+        "503.", gt=0.0,
+    )
     worker: tuple[str, ...] = setting(
         (), "Address of a worker, tcp://host:port, besides those in the registry. May be "
         "repeated.",

@@ -28,12 +28,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Frame, Message, Ready
+from transfer.parent_death import die_with_parent
 from workers.arena_worker import ArenaReader
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
 from workers.outbox import Outbox
-from workers.parent_death import die_with_parent
 
 ENGINE = b"\x00\x00"
 ENGINE_READY = b"ready"
