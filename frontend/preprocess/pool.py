@@ -311,7 +311,7 @@ class PreprocessPool:
             await process.end()
             result = _overdue(self._settings.seconds)
         except (PeerLost, BadMessage) as error:
-            logger.warning("preprocess process %d is lost: %s", process.pid, error)
+            logger.warning("preprocess process %d is lost: %s", process.pid, str(error))
             self._metrics.crashes.inc()
             await process.end()
             if job.attempts < ATTEMPTS:
