@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ async def test_an_image_is_the_same_wherever_it_is_processed(
 
 
 async def test_processor_options_reach_the_process(beside: Side, within: Side) -> None:
-    options = {"max_pixels": 28 * 28 * 16, "min_pixels": 28 * 28}
+    options = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}}
     plain = await beside.process(KINDS["large"])
     theirs = await within.process(KINDS["large"], **options)
     ours = await beside.process(KINDS["large"], **options)
@@ -239,7 +240,9 @@ async def test_what_the_processor_refuses_vllm_refuses_in_its_own_words(
         await within.process(stripe)
     with pytest.raises(ValueError) as ours:
         await beside.process(stripe)
-    assert str(ours.value) == str(theirs.value)
+    assert ours.type is theirs.type
+    address = re.compile("0x[0-9A-F]+")
+    assert address.sub("", str(ours.value)) == address.sub("", str(theirs.value))
 
 
 async def test_images_without_encoded_bytes_are_left_to_vllm(
@@ -259,17 +262,16 @@ async def test_fifty_processes_killed_over_an_image_lose_nothing(
     expected = [
         (await within.process(image))["mm_kwargs"]["image"][0].identity for image in images
     ]
-    killed = 0
+    killed: set[int] = set()
 
     async def kill_some() -> None:
-        nonlocal killed
-        while killed < 50:
-            await asyncio.sleep(0.001 + 0.005 * (killed % 4))  # at different points
+        while len(killed) < 50:
+            await asyncio.sleep(0.001 + 0.005 * (len(killed) % 4))  # at different points
             for pid, attempts in pool.running.items():
                 # A second kill over one image would make it a poisonous one.
-                if attempts == 1 and killed < 50:
+                if attempts == 1 and pid not in killed:
                     os.kill(pid, signal.SIGKILL)
-                    killed += 1
+                    killed.add(pid)
 
     async def ask(number: int) -> None:
         # Bytes behind its end give a picture another mm_hash.
@@ -279,7 +281,7 @@ async def test_fifty_processes_killed_over_an_image_lose_nothing(
         assert result["mm_kwargs"]["image"][0].identity == expected[which]
 
     async def ask_until_killed(number: int) -> None:
-        while killed < 50:
+        while len(killed) < 50:
             await ask(number)
             number += 4
 
