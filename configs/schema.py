@@ -109,6 +109,20 @@ class FrontendConfig(DiscoverySettings):
         "in vLLM's --allowed-media-domains may be there in any case.",
         env="FOVEAL_MM_URL_PRIVATE_ADDRESSES",
     )
+    mm_preprocess_workers: int | None = setting(
+        None,
+        "Processes that decode and process images beside the frontend's own (default: one "
+        "less than the processors, at most 4; 0: none).",
+        env="FOVEAL_MM_PREPROCESS_WORKERS", ge=0, le=64,
+    )
+    mm_preprocess_queue: int = setting(
+        1024, "Images that may wait for a preprocess process before requests are answered "
+        "503.", ge=1,
+    )
+    mm_preprocess_timeout: float = setting(
+        60.0, "Seconds an image may wait and be processed before its request is answered "
+        "503.", gt=0.0,
+    )
     worker: tuple[str, ...] = setting(
         (), "Address of a worker, tcp://host:port, besides those in the registry. May be "
         "repeated.",

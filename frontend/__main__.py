@@ -23,7 +23,8 @@ def main() -> int:
     cli_env_setup()
     show_logs("frontend")
     try:
-        uvloop.run(serve(*parse(sys.argv[1:])))
+        arguments = sys.argv[1:]
+        uvloop.run(serve(*parse(arguments), arguments))
     except (BadSetting, TransferError) as error:
         print(f"python -m frontend: {error}", file=sys.stderr)
         return 2

@@ -72,6 +72,16 @@ class _Processed:
     in_arena: bool
     prompt_updates: Sequence[ResolvedPromptUpdate]
     generation: int
+    is_new: bool = False
+    """Whether it was put here and no request has had it yet."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """An item of the cache that stays there as long as this object lives."""
+
+    lease: Lease | None
+    """None where nothing in it is large."""
 
 
 @dataclass
@@ -132,8 +142,12 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
         mm_hash: str,
     ) -> tuple[MultiModalKwargsItem | None, Sequence[ResolvedPromptUpdate]]:
         with self._lock:
+            known = self._processed.get(mm_hash)
+            is_hit = mm_item is None and not (known is not None and known.is_new)
+            if known is not None:
+                known.is_new = False
             self._stats = CacheInfo(
-                hits=self._stats.hits + (mm_item is None), total=self._stats.total + 1
+                hits=self._stats.hits + is_hit, total=self._stats.total + 1
             )
             if mm_item is None:
                 return self._cached(mm_hash)
@@ -152,6 +166,39 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
                 )
                 self._forget_evicted()
         return stored, prompt_updates
+
+    def hold(self, mm_hash: str) -> Held | None:
+        """Keep an item in place for as long as the result lives; None if it is not here."""
+        with self._lock:
+            known = self._processed.get(mm_hash)
+            if known is None:
+                return None
+            lease = self._lease(known) if known.in_arena else None
+            return Held(lease) if lease is not None or not known.in_arena else None
+
+    def add(
+        self,
+        mm_hash: str,
+        identity: bytes,
+        item: MultiModalKwargsItem,
+        lease: Lease | None,
+        prompt_updates: Sequence[ResolvedPromptUpdate],
+    ) -> Held:
+        """Take over an item that was processed and written into the arena elsewhere.
+
+        ``item`` refers to the entry of ``lease``; without a lease it is whole and small.
+        """
+        with self._lock:
+            self._processed[mm_hash] = _Processed(
+                identity=identity,
+                item=item,
+                in_arena=lease is not None,
+                prompt_updates=prompt_updates,
+                generation=lease.entry.generation if lease is not None else 0,
+                is_new=True,
+            )
+            self._forget_evicted()
+        return Held(lease)
 
     def store(self, item: MultiModalKwargsItem) -> IdentifiedItem:
         """Put a processed item's large tensors into the arena: the one copy there is.

@@ -13,6 +13,7 @@ import random
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from prometheus_client import REGISTRY
@@ -32,6 +33,9 @@ from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import UrlPolicy
 from frontend.metrics import FleetCollector, FrontendMetrics
 from frontend.nixl_offers import NixlOffers
+from frontend.preprocess.messages import Setup
+from frontend.preprocess.pool import PreprocessPool, begin_preprocessing
+from frontend.preprocess.renderer_seam import preprocess_beside
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
@@ -49,8 +53,10 @@ GIB = 1 << 30
 SHM = Path("/dev/shm")
 
 
-async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
-    """Serve until SIGTERM or Ctrl-C.
+async def serve(
+    settings: FrontendConfig, args: argparse.Namespace, arguments: Sequence[str]
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. ``arguments`` is what the other two were made from.
 
     Raises:
         BadSetting, TransferError: the settings cannot work; the text says why.
@@ -63,10 +69,8 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
     config = frontend_config(args)
     if config.model_config.runner_type != "generate":
         raise BadSetting(f"{args.model} does not generate text; only such models are routed")
-    hasher = IdentityHasher(
-        load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path),
-        settings.mm_identity_hash,
-    )
+    seed = load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path)
+    hasher = IdentityHasher(seed, settings.mm_identity_hash)
     url_cache = UrlCache(int(settings.mm_url_cache_gb * GIB))
     url_policy = UrlPolicy(
         args.allowed_media_domains or (), settings.mm_url_private_addresses == "allow"
@@ -74,8 +78,12 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
     remote_media = RemoteMedia(url_policy, url_cache)
     register_connector(remote_media, url_policy)
     arena = _make_arena(settings, config)
+    preprocessing: PreprocessPool | None = None
     try:
         cache = ArenaProcessorCache(arena, hasher, config.model_config.model)
+        if arena is not None:
+            setup = Setup(tuple(arguments), arena.id, seed, settings.mm_identity_hash)
+            preprocessing = begin_preprocessing(settings, setup, arena, cache)
         router = _make_router(settings)
         client = RoutedEngineClient(
             supported_tasks=supported_tasks(config.model_config),
@@ -101,6 +109,9 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
         REGISTRY.register(FleetCollector(pool, router.plane, cache, arena, nixl))
         REGISTRY.register(UrlCacheCollector(url_cache.stats))
         try:
+            if preprocessing is not None:
+                await preprocessing.start()
+                preprocess_beside(llm.renderer, preprocessing, cache)
             with our_app(fleet_routes(client)):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)
             await shutdown
@@ -110,6 +121,8 @@ async def serve(settings: FrontendConfig, args: argparse.Namespace) -> None:
             await remote_media.close()
             sock.close()
     finally:
+        if preprocessing is not None:
+            await preprocessing.close()
         if arena is not None:
             arena.close()
 

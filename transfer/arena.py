@@ -129,6 +129,7 @@ class Arena:
             start = PAGE_BYTES + slot + ENTRY_HEADER_BYTES
             return Reservation(
                 memory=memoryview(self._map)[start : start + nbytes],
+                offset=start,
                 publish=partial(self._seal, slot, nbytes),
                 abandon=partial(self._abandoned.append, slot),
             )

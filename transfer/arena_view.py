@@ -59,7 +59,7 @@ class ArenaView:
         except OSError as error:
             raise ArenaGone(f"cannot open arena {arena.name}: {error}") from error
         try:
-            self._size = _checked_size(self._fd, arena)
+            self._size = checked_size(self._fd, arena)
             self._map = mmap.mmap(
                 self._fd,
                 self._size,
@@ -143,7 +143,7 @@ class ArenaView:
         self.close()
 
 
-def _checked_size(fd: int, arena: ArenaId) -> int:
+def checked_size(fd: int, arena: ArenaId) -> int:
     """Return the size of the file in bytes, once it is sure to be this arena."""
     stated = arena_nonce_and_size(os.pread(fd, ARENA_HEADER_BYTES, 0))
     if stated is None:

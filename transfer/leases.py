@@ -44,19 +44,22 @@ class Lease:
 class Reservation:
     """Space for one entry, to be written and then sealed.
 
-    ``memory`` has exactly the bytes that were asked for; keep the reservation as long as
-    you write to it. One that is dropped without being sealed gives its space back.
+    ``memory`` has exactly the bytes that were asked for, ``offset`` says where in the
+    arena's file they are; keep the reservation as long as anybody writes to them. One that
+    is dropped without being sealed gives its space back.
     """
 
-    __slots__ = ("__weakref__", "_abandon", "_publish", "memory")
+    __slots__ = ("__weakref__", "_abandon", "_publish", "memory", "offset")
 
     def __init__(
         self,
         memory: memoryview,
+        offset: int,
         publish: Callable[[bytes], Lease],
         abandon: Callable[[], object],
     ) -> None:
         self.memory = memory
+        self.offset = offset
         self._publish = publish
         self._abandon = weakref.finalize(self, abandon)
         self._abandon.atexit = False

@@ -122,6 +122,14 @@ def write(plan: ItemPlan, item: MultiModalKwargsItem, memory: memoryview) -> Non
         _write(plan, indices, item[key].data, memory)
 
 
+def strip(plan: ItemPlan, item: MultiModalKwargsItem) -> MultiModalKwargsItem:
+    """Return a new item without the tensors that the plan moves; all keys stay."""
+    return MultiModalKwargsItem({
+        key: _without_data(elem) if key in plan.fields else elem
+        for key, elem in item.items()
+    })
+
+
 def refer(
     plan: ItemPlan, item: MultiModalKwargsItem, entry: EntryRef
 ) -> MultiModalKwargsItem:
@@ -132,10 +140,7 @@ def refer(
     """
     if entry.nbytes != plan.nbytes:
         raise ValueError(f"an entry of {entry.nbytes} bytes for a plan of {plan.nbytes}")
-    packed = {
-        key: _without_data(elem) if key in plan.fields else elem
-        for key, elem in item.items()
-    }
+    packed = dict(strip(plan, item))
     packed[REFERENCE_KEY] = _reference_elem(ItemRef(entry, plan.tensors, plan.fields))
     return MultiModalKwargsItem(packed)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from transfer.arena_view import ArenaView
 from transfer.errors import TransferError
 from transfer.pack import is_packed, read_reference, resolve
+from transfer.parent_death import die_with_parent
 from transfer.tensor_ref import ArenaId
-from workers.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec

@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCoreProc
 
-from workers.parent_death import die_with_parent
+from transfer.parent_death import die_with_parent
 
 _run_engine_core = EngineCoreProc.run_engine_core
 

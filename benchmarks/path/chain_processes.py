@@ -29,6 +29,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from transfer.link import KvPublisher, OnMessage, WorkerLink
 from transfer.messages import Frame, Message, Ready
+from transfer.parent_death import die_with_parent
 from workers.arena_worker import ArenaReader
 from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
@@ -36,7 +37,6 @@ from workers.inbox import Inbox
 from workers.kv_state import KvState
 from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
-from workers.parent_death import die_with_parent
 from workers.worker_process import attach
 
 ENGINE = b"\x00\x00"

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalFieldElem
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.processing import processor
 from vllm.renderers import base as renderers_base
 from vllm.v1.core import kv_cache_utils
@@ -115,6 +116,38 @@ def test_the_processor_asks_the_cache_in_this_order() -> None:
     assert source.index("touch_sender_cache_item") < source.index("get_and_update_item")
     looks = source_of(processor.BaseMultiModalProcessor._get_cache_missing_items)
     assert "cache.is_cached(hashes)" in looks
+
+
+def test_what_the_cache_lacks_is_found_out_before_anything_is_processed() -> None:
+    source = source_of(processor.BaseMultiModalProcessor._cached_apply_hf_processor)
+    looks = source.index("self._get_cache_missing_items(")
+    assert looks < source.index("self._apply_hf_processor_main(")
+    assert parameters_of(processor.BaseMultiModalProcessor._get_cache_missing_items)[1:] == [
+        "cache", "mm_data_items", "mm_hashes",
+    ]
+
+
+def test_requests_are_processed_where_ours_can_be_put_in_between() -> None:
+    base = renderers_base.BaseRenderer
+    assert "await self._process_multimodal_async(" in source_of(base._process_tokens_async)
+    made = source_of(base.__init__)
+    assert "self._mm_executor = ThreadPoolExecutor(max_workers=1)" in made
+    assert "self._process_multimodal, executor=self._mm_executor" in made
+    assert "mm_processor_kwargs=" in source_of(base._process_tokens_async)
+
+
+def test_an_image_says_how_it_was_converted() -> None:
+    source = source_of(ImageMediaIO.load_bytes)
+    for name in ("image_mode", "rgba_background_color"):
+        assert f'"{name}": self.{name}' in source
+    assert "MediaWithBytes(converted, data, io_config)" in source
+
+
+def test_prompt_updates_are_what_we_send() -> None:
+    assert [f.name for f in fields(processor.ResolvedPromptUpdate)] == [
+        "modality", "item_idx", "mode", "target", "content",
+    ]
+    assert [f.name for f in fields(processor.PromptUpdateDetails)] == ["full", "is_embed"]
 
 
 def test_our_cache_has_all_that_a_processor_cache_has() -> None:

@@ -68,7 +68,7 @@ def make_reservation(events: list[str]) -> Reservation:
         events.append("publish")
         return Lease(ENTRY, deque())
 
-    return Reservation(memoryview(bytearray(4)), publish, lambda: events.append("abandon"))
+    return Reservation(memoryview(bytearray(4)), 0, publish, lambda: events.append("abandon"))
 
 
 def test_a_sealed_reservation_is_published_and_not_abandoned() -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # A parent whose child says when it has asked to die with it.
 TREE = """
     import multiprocessing, os, time
-    from workers.parent_death import die_with_parent
+    from transfer.parent_death import die_with_parent
 
     def child():
         die_with_parent()
