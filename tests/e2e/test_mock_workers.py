@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.e2e.cases import CHAT, says, shown, user
 from tests.e2e.fleet import MODEL, Deployment, Frontend
 from tests.e2e.pictures import pattern
+from tests.e2e.processes import wait_until
 from tests.e2e.reuse import ask_and_settle, reuse_of
 
 WORKERS = 3
@@ -31,7 +33,7 @@ def mock_frontend(
             "--engine", "mock", "--mock-workers", str(WORKERS), "--mock-speed", "20",
             "--num-gpu-blocks-override", "200", name="mock-worker",
         )
-        frontend = deployment.start_frontend()
+        frontend = deployment.start_frontend(before=["env", "VLLM_SERVER_DEV_MODE=1"])
         deployment.await_ready([frontend], workers=WORKERS)
         yield frontend
     except BaseException:
@@ -59,12 +61,14 @@ def test_an_answer_has_max_tokens_and_is_the_same_each_time(mock_frontend: Front
     assert len(answers[0]) == 12
 
 
-def test_a_stream_comes_token_by_token(mock_frontend: Frontend) -> None:
+def test_a_stream_brings_every_token(mock_frontend: Frontend) -> None:
     body = chat(says("user", "Count."), max_tokens=6, stream=True)
     with mock_frontend.http.stream("POST", CHAT, json=body) as response:
         assert response.headers["x-foveal-worker"].startswith("mock-worker-")
-        chunks = [line for line in response.iter_lines() if '"content":"' in line]
-    assert len([chunk for chunk in chunks if '"content":""' not in chunk]) == 6
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+    assert len("".join(delta.get("content") or "" for delta in deltas)) == 6
 
 
 def test_the_overlap_foreseen_is_what_a_mock_reuses(mock_frontend: Frontend) -> None:
@@ -74,7 +78,8 @@ def test_the_overlap_foreseen_is_what_a_mock_reuses(mock_frontend: Frontend) -> 
     workers = set()
     for number in range(40):
         body = chat(
-            user(*chance.choices(pictures, k=chance.randint(0, 2)), f"Number {number % 5}?")
+            user(*chance.choices(pictures, k=chance.randint(0, 2)), f"Number {number % 5}?"),
+            cache_salt=chance.choice("abcd"),
         )
         reuse = ask_and_settle(mock_frontend, body)
         assert reuse.overlap_tokens == reuse.cached_tokens
@@ -93,9 +98,10 @@ def test_a_reset_cache_is_forgotten_at_once(mock_frontend: Frontend) -> None:
     assert (reuse.overlap_tokens, reuse.cached_tokens) == (0, 0)
 
 
-def test_a_prompt_that_is_aborted_leaves_nothing_in_flight(mock_frontend: Frontend) -> None:
+def test_a_request_that_is_aborted_leaves_nothing_in_flight(mock_frontend: Frontend) -> None:
     body = chat(says("user", "Go on."), max_tokens=4000, stream=True)
     with mock_frontend.http.stream("POST", CHAT, json=body) as response:
-        next(response.iter_lines())
-    mock_frontend.settle()
-    assert mock_frontend.fleet()["requests"] == 0
+        lines = (line for line in response.iter_lines() if '"content"' in line)
+        assert "error" not in next(lines)
+        assert mock_frontend.fleet()["requests"] == 1
+    wait_until(lambda: mock_frontend.fleet()["requests"] == 0, 10.0, "the abort confirmed")

@@ -97,5 +97,5 @@ def answer_to(prompt: list[int], items: tuple[EncoderItem, ...], count: int) -> 
     """
     digest = xxhash.xxh3_64(array("q", prompt).tobytes())
     for item in items:
-        digest.update(item.identity)
+        digest.update(item.identity.encode())
     return random.Random(digest.intdigest()).choices(ANSWER_TOKENS, k=count)
