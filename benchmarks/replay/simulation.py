@@ -27,13 +27,13 @@ KV_EVENT_SECONDS = 0.003
 """From the end of an engine's step until a frontend has its KV events in the index."""
 
 LIMITS = EngineLimits(
-    num_blocks=2048,
+    num_blocks=1536,
     block_size=16,
     max_num_seqs=128,
     max_num_batched_tokens=2048,
     encoder_cache_tokens=8192,
 )
-"""A small KV cache of 32,768 tokens, so that a short trace fills it."""
+"""A small KV cache of 24,576 tokens, so that a short trace fills it."""
 
 MANY_STEPS = 1_000_000
 

@@ -43,8 +43,8 @@ def text(name: str, tokens: int) -> Part:
 def photos(workers: int, seed: int) -> list[TraceRequest]:
     """Questions about product photos: few products are asked about by many."""
     chance = random.Random(f"photos {seed}")
-    catalogue = Popularity(30 * workers, exponent=1.0)
-    times = arrivals(chance, rate=2.5 * workers, count=100 * workers)
+    catalogue = Popularity(24 * workers, exponent=1.0)
+    times = arrivals(chance, rate=2.5 * workers, count=60 * workers)
     return [
         _photo_question(f"photos-{n}", at, f"photo-{catalogue.draw(chance)}", chance)
         for n, at in enumerate(times)
@@ -54,7 +54,7 @@ def photos(workers: int, seed: int) -> list[TraceRequest]:
 def unique(workers: int, seed: int) -> list[TraceRequest]:
     """Every picture is new, so nothing but the instructions can be reused."""
     chance = random.Random(f"unique {seed}")
-    times = arrivals(chance, rate=2.0 * workers, count=50 * workers)
+    times = arrivals(chance, rate=2.0 * workers, count=25 * workers)
     return [
         _photo_question(f"unique-{n}", at, f"unique-{seed}-{n}", chance)
         for n, at in enumerate(times)
@@ -64,10 +64,10 @@ def unique(workers: int, seed: int) -> list[TraceRequest]:
 def bursts(workers: int, seed: int) -> list[TraceRequest]:
     """Photos, and every few seconds a new one that very many ask about at once."""
     chance = random.Random(f"bursts {seed}")
-    catalogue = Popularity(30 * workers, exponent=1.0)
+    catalogue = Popularity(24 * workers, exponent=1.0)
     requests = [
         _photo_question(f"base-{n}", at, f"photo-{catalogue.draw(chance)}", chance)
-        for n, at in enumerate(arrivals(chance, rate=1.5 * workers, count=50 * workers))
+        for n, at in enumerate(arrivals(chance, rate=1.5 * workers, count=25 * workers))
     ]
     last = requests[-1].at or 0.0
     for number, start in enumerate(range(2, int(last), 3)):
@@ -83,7 +83,7 @@ def chats(workers: int, seed: int) -> list[TraceRequest]:
     """Conversations that show pictures; only the last three stay in the prompt."""
     chance = random.Random(f"chats {seed}")
     requests = []
-    for n, start in enumerate(arrivals(chance, rate=0.45 * workers, count=12 * workers)):
+    for n, start in enumerate(arrivals(chance, rate=0.45 * workers, count=6 * workers)):
         history: list[Part] = []
         before = None
         for turn in range(chance.randint(3, 8)):
@@ -109,9 +109,9 @@ def chats(workers: int, seed: int) -> list[TraceRequest]:
 def documents(workers: int, seed: int) -> list[TraceRequest]:
     """Questions about scanned documents: the pages of one chapter, then a question."""
     chance = random.Random(f"documents {seed}")
-    shelf = Popularity(15 * workers, exponent=0.8)
+    shelf = Popularity(8 * workers, exponent=0.8)
     requests = []
-    for n, at in enumerate(arrivals(chance, rate=1.2 * workers, count=40 * workers)):
+    for n, at in enumerate(arrivals(chance, rate=1.2 * workers, count=25 * workers)):
         document = shelf.draw(chance)
         first = 4 * chance.randrange(1 + document % 3)
         pages = [

@@ -65,8 +65,7 @@ class RequestReader:
         hashed = Request.from_engine_core_request(request, self._block_hasher)
         prompt_tokens = hashed.num_tokens
         room = self._max_model_len - prompt_tokens
-        wanted = request.sampling_params.max_tokens
-        count = room if wanted is None else min(room, wanted)
+        count = min(room, hashed.max_tokens)
         if count < 1:
             raise ValueError(f"a prompt of {prompt_tokens} tokens leaves no room to answer")
         items = tuple(
