@@ -156,9 +156,8 @@ class MockEngineClient:
     def _output(self, token: TokenOutput) -> EngineCoreOutput:
         request = token.request
         answer = self._answers[request.request_id].answer
-        output = EngineCoreOutput(
-            request.request_id, answer[request.generated - token.new_tokens : request.generated]
-        )
+        new = slice(request.generated - token.new_tokens, request.generated)
+        output = EngineCoreOutput(request.request_id, answer[new])
         if token.first:
             output.prefill_stats = _prefill_stats(request.prompt_tokens, request.cached_tokens)
         if token.finished:

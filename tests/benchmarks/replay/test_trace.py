@@ -83,5 +83,7 @@ def test_parts_of_one_name_are_the_same_tokens() -> None:
 
 
 def test_images_are_found_where_they_are() -> None:
-    parts = [Part(image="cat", tokens=4), Part(text="and", tokens=2), Part(image="dog", tokens=8)]
+    parts = [
+        Part(image="cat", tokens=4), Part(text="and", tokens=2), Part(image="dog", tokens=8)
+    ]
     assert list(images_of(parts)) == [("cat", 0, 4), ("dog", 6, 8)]

@@ -59,7 +59,7 @@ def test_the_same_blocks_are_found_and_evicted(actions: list[tuple[str, int, int
             with_group = make_block_hash_with_group_id(BlockHash(digest), 0)
             theirs._insert_block_hash(with_group, block, num_tokens=16)
         running.append((found + new, hits + other_new))
-        removed = [d for event in ours.take_events() if not event.stored for d in event.digests]
+        removed = [d for e in ours.take_events() if not e.stored for d in e.digests]
         told = [e for e in theirs.take_events() if isinstance(e, BlockRemoved)]
         assert [d for event in told for d in event.block_hashes] == [
             maybe_convert_block_hash(BlockHash(digest)) for digest in removed
