@@ -13,7 +13,7 @@ SOURCES := configs frontend transfer workers tests benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test unit check bench-path bench-preprocess clean
+.PHONY: help install serve test unit check bench-path bench-preprocess bench-replay clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ bench-path: $(INSTALLED) ## Measure the path of a picture from request to engine
 
 bench-preprocess: $(INSTALLED) ## Measure what decoding and processing pictures costs
 	@$(BIN)/python -m benchmarks.preprocess
+
+bench-replay: $(INSTALLED) ## Replay traces with the router before 64 mock engines
+	@$(BIN)/python -m benchmarks.replay
 
 clean: ## Remove .venv, the demo's files and caches
 	rm -rf $(VENV) .demo build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

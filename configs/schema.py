@@ -158,3 +158,14 @@ class WorkerConfig(DiscoverySettings):
         "with it.",
         env="FOVEAL_MM_TRANSFER_TIMEOUT", gt=0.0,
     )
+    engine: Literal["vllm", "mock"] = setting(
+        "vllm",
+        "vllm, or mock: a simulated engine that makes its answers up, for tests of scale.",
+        env="FOVEAL_WORKER_ENGINE",
+    )
+    mock_workers: int = setting(
+        1, "How many workers this process is, with --engine mock.", ge=1, le=1024
+    )
+    mock_speed: float = setting(
+        1.0, "How many simulated seconds pass in one, with --engine mock.", gt=0.0
+    )

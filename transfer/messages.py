@@ -42,6 +42,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     protocol: int
+    engine: str = "vllm"
+    """``vllm``, or ``mock`` for a simulated one: never both in one fleet."""
     vllm_version: str
     model: str
     revision: str

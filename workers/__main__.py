@@ -17,7 +17,13 @@ def main() -> int:
 
     show_logs("worker")
     try:
-        return run_worker(*parse(sys.argv[1:]))
+        settings, args = parse(sys.argv[1:])
+        if settings.engine == "mock":
+            from workers.mock.process import run_mock_workers
+
+            show_logs("mock worker")
+            return run_mock_workers(settings, args)
+        return run_worker(settings, args)
     except (BadSetting, TransferError) as error:
         print(f"python -m workers: {error}", file=sys.stderr)
         return 2

@@ -85,11 +85,14 @@ def engine_config(args: argparse.Namespace, sockets: Path) -> VllmConfig:
         raise BadSetting(sentence_of(error)) from error
 
 
-def facts_of(config: VllmConfig, seed_fingerprint: str) -> WorkerFacts:
+def facts_of(
+    config: VllmConfig, seed_fingerprint: str, *, engine: str = "vllm"
+) -> WorkerFacts:
     """State what a frontend must agree on, once the engine is up."""
     cache, scheduler = config.cache_config, config.scheduler_config
     facts = {
         **shared_facts(config),
+        "engine": engine,
         "block_size": cache.block_size,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "root_hash": root_hash_of(cache.prefix_caching_hash_algo),
