@@ -13,7 +13,7 @@ SOURCES := configs frontend transfer workers tests benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test unit check bench-path clean
+.PHONY: help install serve test unit check bench-path bench-router clean
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ check: $(INSTALLED) ## Style, types, Dockerfile and shell script
 
 bench-path: $(INSTALLED) ## Measure the path of a picture from request to engine
 	$(BIN)/python -m benchmarks.path
+
+bench-router: $(INSTALLED) ## Measure what routing costs, beside NVIDIA Dynamo's index
+	$(BIN)/python -m benchmarks.router
 
 clean: ## Remove .venv, the demo's files and caches
 	rm -rf $(VENV) .demo build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
