@@ -3,6 +3,9 @@
 Sections, all by default: ``index`` (look-ups, ingestion and memory with a million resident
 blocks, beside the Rust RadixTree of ai-dynamo-runtime), ``decision`` (hashing a prompt and
 choosing a worker).
+
+All times are processor time: nothing measured here waits, and so a busy machine distorts
+it least.
 """
 
 import argparse

