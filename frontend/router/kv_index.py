@@ -151,6 +151,10 @@ class KvIndex:
         self._note(overlaps, alive, position)
         return overlaps
 
+    def media(self) -> set[str]:
+        """Return the media in which anybody may hold anything."""
+        return set(self._tables)
+
     def resident(self, worker: str, medium: str | None = None) -> set[bytes]:
         """Return what ``worker`` holds in ``medium``, or in any; looks at every entry."""
         bit = self._bits.get(worker, 0)
