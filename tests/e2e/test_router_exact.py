@@ -30,7 +30,8 @@ def bodies() -> list[dict[str, Any]]:
         parts: list[Any] = [chance.choice(OPENINGS)]
         kind = chance.random()
         if kind < 0.5:
-            parts += chance.choices(popular, weights=(12, 6, 4, 3, 2, 2), k=chance.randint(1, 2))
+            weights = (12, 6, 4, 3, 2, 2)
+            parts += chance.choices(popular, weights, k=chance.randint(1, 2))
         elif kind < 0.8:
             parts.append(shown(pattern(420, 336, 6000 + number)))
         parts.append(chance.choice(QUESTIONS))
@@ -94,11 +95,10 @@ def test_with_eight_at_a_time_promises_and_reuse_differ_little(
     reused = sum(reuse.cached_tokens for reuse in answers)
     more = sum(reuse.cached_tokens > reuse.overlap_tokens for reuse in answers)
     less = sum(reuse.cached_tokens < reuse.overlap_tokens for reuse in answers)
-    for name, figure in (
-        ("promised_tokens", promised), ("reused_tokens", reused), ("more", more), ("less", less)
-    ):
+    figures = {"promised": promised, "reused": reused, "more": more, "less": less}
+    for name, figure in figures.items():
         record_property(name, figure)
-    print(f"of {len(answers)}: promised {promised}, reused {reused}, {more} more, {less} less")
+    print(f"tokens and requests, of {len(answers)}: {figures}")
     assert promised > 0
     assert less <= len(answers) / 10
     frontend.settle()

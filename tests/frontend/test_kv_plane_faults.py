@@ -54,7 +54,9 @@ def lose_deltas(worker: FakeWorker, *, deltas: int) -> None:
     worker.kv_publisher.publish = drop  # type: ignore[method-assign]
 
 
-async def test_the_last_delta_is_lost_and_none_follows(fleet: Fleet, worker: FakeWorker) -> None:
+async def test_the_last_delta_is_lost_and_none_follows(
+    fleet: Fleet, worker: FakeWorker
+) -> None:
     lose_deltas(worker, deltas=1)
     worker.hold([B])
     await until_held(fleet, {A, B})

@@ -11,7 +11,7 @@ A, B, C = b"a", b"b", b"c"
 
 
 def snapshot(seq=3, epoch="e1", **blocks):
-    return KvSnapshot(epoch, seq, {medium: list(digests) for medium, digests in blocks.items()})
+    return KvSnapshot(epoch, seq, blocks)
 
 
 def followed(**blocks):
