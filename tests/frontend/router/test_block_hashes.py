@@ -10,8 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from vllm.distributed.kv_events import KVEventBatch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
@@ -303,25 +301,6 @@ def test_a_root_drawn_at_random_is_refused_with_the_remedy(algorithm, monkeypatc
 def test_an_unknown_algorithm_is_refused():
     with pytest.raises(ValueError, match="md5"):
         root_hash_of("md5")
-
-
-image_places = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(1, 70)), max_size=6
-)  # tokens of text before each, and its own
-
-
-@settings(deadline=None, max_examples=200)
-@given(image_places, st.integers(0, 40), st.sampled_from([None, "salt"]))
-def test_wherever_images_lie_hashes_are_vllms(places, tail, salt):
-    hasher = RequestHasher(BLOCK, ALGORITHM, root_hash_of(ALGORITHM))
-    images, end = [], 0
-    for number, (gap, length) in enumerate(places):
-        images.append(image(f"i{number % 3}", end + gap, length))
-        end += gap + length
-    request = make_request(range(max(1, end + tail)), images, salt=salt)
-    vllms = get_request_block_hasher(BLOCK, get_hash_fn_by_name(ALGORITHM))
-    expected = Request.from_engine_core_request(request, vllms).block_hashes
-    assert hasher.hash(request).digests == expected
 
 
 def test_images_are_told_by_what_the_encoder_cache_knows_them_by(hasher):
