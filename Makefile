@@ -13,7 +13,8 @@ SOURCES := configs frontend transfer workers tests benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test unit check bench-path bench-preprocess bench-replay clean
+.PHONY: help install serve test unit check clean
+.PHONY: bench-path bench-preprocess bench-replay bench-router bench-transfer
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +44,9 @@ bench-preprocess: $(INSTALLED) ## Measure what decoding and processing pictures 
 
 bench-replay: $(INSTALLED) ## Replay traces with the router before 64 mock engines
 	@$(BIN)/python -m benchmarks.replay
+
+bench-router: $(INSTALLED) ## Measure what routing costs, beside NVIDIA Dynamo's index
+	@$(BIN)/python -m benchmarks.router
 
 clean: ## Remove .venv, the demo's files and caches
 	rm -rf $(VENV) .demo build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

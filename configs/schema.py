@@ -63,6 +63,11 @@ class FrontendConfig(DiscoverySettings):
         None, "Port to serve HTTP on (same as vLLM's --port; default 8000).",
         env="DYN_HTTP_PORT", ge=1, le=65535,
     )
+    frontends: int = setting(
+        1,
+        "Frontend processes behind one port, each with an arena and metrics of its own.",
+        env="FOVEAL_FRONTENDS", ge=1, le=64,
+    )
     router_mode: RouterMode = setting(
         "kv", "How a worker is chosen for a request.", env="DYN_ROUTER_MODE"
     )
@@ -92,8 +97,9 @@ class FrontendConfig(DiscoverySettings):
     )
     mm_arena_gb: float | None = setting(
         None,
-        "Shared memory for processed tensors, GiB (default: the smaller of 4 and half of "
-        "what /dev/shm has free; 0: none).",
+        "Shared memory for processed tensors of each frontend process, GiB (default: the "
+        "smaller of 4 and half of what /dev/shm has free, divided among --frontends; 0: "
+        "none).",
         env="FOVEAL_MM_ARENA_GB", ge=0.0,
     )
     mm_identity_hash: Literal["xxh3_128", "blake3"] = setting(

@@ -48,6 +48,8 @@ def parse(arguments: Sequence[str]) -> tuple[FrontendConfig, argparse.Namespace]
     for name, unset in _MEANT_FOR_WORKERS.items():
         if getattr(args, name) not in unset:
             raise BadSetting(f"--{name.replace('_', '-')} is not supported by the frontend")
+    if args.uds and settings.frontends > 1:
+        raise BadSetting("--frontends above 1 needs a port: --uds cannot be shared")
     try:
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:

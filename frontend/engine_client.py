@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 from collections.abc import Callable, Coroutine, Sequence, Set
 from dataclasses import asdict, dataclass, field
@@ -27,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.index_sweeper import IndexSweeper
+from frontend.kv_checks import KvChecks
 from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import Routed, current_receipt
@@ -120,6 +122,7 @@ class RoutedEngineClient(AdminCalls):
         self._metrics = metrics
         self._worker_wait_timeout = worker_wait_timeout
         self._sweeper = IndexSweeper(router.index)
+        self._checks = KvChecks(router)
         self._outputs = OutputStream()
         self._sent: dict[str, _Sent] = {}
         self._families: dict[str, str] = {}
@@ -150,6 +153,7 @@ class RoutedEngineClient(AdminCalls):
     def describe(self) -> dict[str, Any]:
         """What ``GET /v1/fleet`` shows."""
         return {
+            "process": os.getpid(),
             "router_mode": self.router.mode,
             "requests": len(self._sent),
             "arena": self._describe_arena(),
@@ -164,6 +168,12 @@ class RoutedEngineClient(AdminCalls):
                 for worker in self.pool.workers
             ],
         }
+
+    async def check_index(self) -> dict[str, dict[str, Any]]:
+        """Compare the index with what each worker says it holds, by worker."""
+        workers = self.callable_workers()
+        checks = await asyncio.gather(*(self._checks.check(worker) for worker in workers))
+        return {w.name: check for w, check in zip(workers, checks, strict=True)}
 
     def _describe_arena(self) -> dict[str, int] | None:
         if self._arena is None or self._cache is None:
@@ -383,7 +393,9 @@ class RoutedEngineClient(AdminCalls):
             case TensorsMissing():
                 self._on_missing(worker, message)
             case KvSnapshot():
-                self._ask_if(self.router.plane.on_snapshot(worker.name, message), worker)
+                if not self._checks.on_snapshot(worker.name, message):
+                    behind = self.router.plane.on_snapshot(worker.name, message)
+                    self._ask_if(behind, worker)
             case Pong():
                 plane = self.router.plane
                 missed = plane.on_heartbeat(worker.name, message.epoch, message.seq)

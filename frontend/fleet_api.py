@@ -1,4 +1,8 @@
-"""``GET /v1/fleet``: the workers, and how tensors reach them."""
+"""``GET /v1/fleet``: the workers, and how tensors reach them.
+
+With ``?check=true`` each worker is also asked which blocks it holds, and that is compared
+with the index: a diagnosis, not a thing to do every second.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,12 @@ def fleet_routes(client: RoutedEngineClient) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/v1/fleet")
-    async def fleet() -> dict[str, Any]:
-        return client.describe()
+    async def fleet(check: bool = False) -> dict[str, Any]:
+        described = client.describe()
+        if check:
+            found = await client.check_index()
+            for worker in described["workers"]:
+                worker["index"] = found.get(worker["id"])
+        return described
 
     return routes

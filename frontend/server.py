@@ -62,7 +62,7 @@ async def serve(
         BadSetting, TransferError: the settings cannot work; the text says why.
     """
     try:
-        listen_address, sock = setup_server(args, reuse_port=False)
+        listen_address, sock = setup_server(args, reuse_port=settings.frontends > 1)
     except OSError as error:
         raise BadSetting(f"cannot listen on port {args.port}: {error.strerror}") from error
     registry = Registry(settings.registry, settings.namespace)
@@ -149,6 +149,6 @@ def _make_arena(settings: FrontendConfig, config: VllmConfig) -> Arena | None:
         return None
     gib = settings.mm_arena_gb
     if gib is None:
-        gib = min(4.0, shutil.disk_usage(SHM).free / 2 / GIB)
+        gib = min(4.0, shutil.disk_usage(SHM).free / 2 / GIB) / settings.frontends
     logger.info("taking %.2f GiB of %s for processed images", gib, SHM)
     return Arena(int(gib * GIB))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEAD_STATES = frozenset("ZXx")
 
 
@@ -37,3 +40,20 @@ def same_host_key() -> str:
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}-{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def told_when_parent_ends(number: int) -> Callable[[], None]:
+    """Return what a child runs before it becomes another program (``preexec_fn``).
+
+    From then on the kernel sends it signal ``number`` when this thread ends.
+    """
+    parent = os.getpid()
+    # Loaded by the parent: little is safe between fork and exec.
+    libc = ctypes.CDLL(None)
+
+    def before_exec() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it ended before the kernel was asked
+            os._exit(1)
+
+    return before_exec

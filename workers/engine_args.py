@@ -1,7 +1,8 @@
 """From the command line to a vLLM engine that a frontend can route to.
 
 vLLM names relied on: AsyncEngineArgs (add_cli_args, from_cli_args, create_engine_config),
-KVEventsConfig, MultiModalBudget, FlexibleArgumentParser.
+KVEventsConfig, MultiModalBudget, FlexibleArgumentParser;
+SpeculativeConfig.use_eagle_block_drop.
 """
 
 from __future__ import annotations
@@ -102,6 +103,9 @@ def facts_of(
         "encoder_cache_tokens": _encoder_cache_tokens(config),
         "num_kv_blocks": cache.num_gpu_blocks or 0,
         "identity_seed_fingerprint": seed_fingerprint,
+        "drops_last_matched_block": bool(
+            config.speculative_config and config.speculative_config.use_eagle_block_drop()
+        ),
     }
     return msgspec.convert(facts, WorkerFacts)
 

@@ -88,7 +88,8 @@ def begin_preprocessing(
     """Begin to load a pool as the settings say; None where they want none."""
     workers = settings.mm_preprocess_workers
     if workers is None:
-        workers = min(len(os.sched_getaffinity(0)) - 1, MOST_BY_DEFAULT)
+        processors = len(os.sched_getaffinity(0)) // settings.frontends
+        workers = min(max(processors - 1, 0), MOST_BY_DEFAULT)
     if not workers:
         return None
     pool = PreprocessPool(

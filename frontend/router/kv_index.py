@@ -31,12 +31,14 @@ class KvIndex:
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}
-        self._worker_at: list[str | None] = []
-        self._free_slots: list[int] = []
+        self._workers: dict[int, str] = {}
+        """By bit."""
+        self._slots = 0
+        self._free_bits: list[int] = []
         self._live = 0
         """The bits of all known workers."""
         self._retired: deque[tuple[int, int]] = deque()
-        """Slots given up, each with the number of sweeps of a shard that ends it."""
+        """Bits given up, each with the number of sweeps of a shard that ends it."""
         self._shard_sweeps = 0
         self._served = _new_table()
         self._tables: dict[str, _Table] = {SERVED_MEDIUM: self._served}
@@ -99,9 +101,8 @@ class KvIndex:
         bit = self._bits.pop(worker, None)
         if bit is not None:
             self._live ^= bit
-            slot = bit.bit_length() - 1
-            self._worker_at[slot] = None
-            self._retired.append((slot, self._shard_sweeps + _SHARDS))
+            del self._workers[bit]
+            self._retired.append((bit, self._shard_sweeps + _SHARDS))
             if len(self._retired) > _MAX_RETIRED:
                 self.sweep(len(self))
 
@@ -115,7 +116,7 @@ class KvIndex:
             seen += self._sweep_shard(self._shard_sweeps % _SHARDS)
             self._shard_sweeps += 1
             while self._retired and self._retired[0][1] <= self._shard_sweeps:
-                self._free_slots.append(self._retired.popleft()[0])
+                self._free_bits.append(self._retired.popleft()[0])
         if not self._retired:
             self._forget_empty_tables()
         return bool(self._retired)
@@ -126,20 +127,33 @@ class KvIndex:
         Only the served medium counts: a block elsewhere must be loaded first.
         """
         overlaps = dict.fromkeys(self._bits, 0)
-        table = self._served
-        alive = self._live
-        position = 0
-        for position, digest in enumerate(digests):
-            still = table[digest[-1]].get(digest, 0) & alive
-            if still != alive:
-                if position:
-                    self._note(overlaps, alive ^ still, position)
-                alive = still
-                if not alive:
-                    return overlaps
-        if digests:
-            self._note(overlaps, alive, position + 1)
+        table, workers = self._served, self._workers
+        alive, last, position = self._live, 0, 0
+        # This loop is what a decision spends most of its time in.
+        try:
+            for digest in digests:
+                holders = table[digest[-1]][digest]
+                if holders != last:
+                    last = holders
+                    still = holders & alive
+                    if still != alive:
+                        gone = alive ^ still
+                        if gone in workers:  # one, as mostly
+                            overlaps[workers[gone]] = position
+                        else:
+                            self._note(overlaps, gone, position)
+                        alive = still
+                        if not alive:
+                            return overlaps
+                position += 1
+        except KeyError:  # a block that nobody holds
+            pass
+        self._note(overlaps, alive, position)
         return overlaps
+
+    def media(self) -> set[str]:
+        """Return the media in which anybody may hold anything."""
+        return set(self._tables)
 
     def resident(self, worker: str, medium: str | None = None) -> set[bytes]:
         """Return what ``worker`` holds in ``medium``, or in any; looks at every entry."""
@@ -154,13 +168,13 @@ class KvIndex:
         }
 
     def _take_bit(self, worker: str) -> int:
-        if self._free_slots:
-            slot = self._free_slots.pop()
-            self._worker_at[slot] = worker
+        if self._free_bits:
+            bit = self._free_bits.pop()
         else:
-            slot = len(self._worker_at)
-            self._worker_at.append(worker)
-        bit = self._bits[worker] = 1 << slot
+            bit = 1 << self._slots
+            self._slots += 1
+        self._bits[worker] = bit
+        self._workers[bit] = worker
         self._live |= bit
         return bit
 
@@ -182,9 +196,7 @@ class KvIndex:
     def _note(self, overlaps: dict[str, int], mask: int, blocks: int) -> None:
         while mask:
             lowest = mask & -mask
-            worker = self._worker_at[lowest.bit_length() - 1]
-            if worker is not None:
-                overlaps[worker] = blocks
+            overlaps[self._workers[lowest]] = blocks
             mask ^= lowest
 
 

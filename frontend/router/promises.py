@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -78,12 +78,7 @@ class Promises:
             start = starts.get(worker, 0)
             if start >= len(digests) or digests[start] not in promised:
                 continue
-            # A promise is made of all leading blocks of a prompt, and each digest covers
-            # those before it: where one is promised, so are all before it, and as long.
-            def is_beyond(place: int, promised: dict[bytes, float] = promised) -> bool:
-                return digests[place] not in promised
-
-            counts[worker] = bisect_left(range(start, len(digests)), True, key=is_beyond)
+            counts[worker] = _promised_from(start, digests, promised)
         return counts
 
     def drop_worker(self, worker: str) -> None:
@@ -107,3 +102,13 @@ class Promises:
                 del promised[digest]
         if not promised:
             del self._expiry[promise.worker]
+
+
+def _promised_from(
+    start: int, digests: Sequence[bytes], promised: Container[bytes]
+) -> int:
+    # A promise is made of all leading blocks of a prompt, and each digest covers those
+    # before it: where one is promised, so are all before it, and for as long.
+    return bisect_left(
+        range(start, len(digests)), True, key=lambda place: digests[place] not in promised
+    )

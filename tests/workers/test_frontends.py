@@ -17,6 +17,7 @@ from tests.fakes import HASHER, make_item, make_request
 from transfer.arena import Arena
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaGone, BadMessage, StaleRef
+from transfer.messages import FrontendShare
 from transfer.pack import REFERENCE_KEY
 from workers.frontends import Frontend, Frontends
 
@@ -49,6 +50,26 @@ def test_a_request_belongs_to_who_began_it() -> None:
     assert frontends.end("r") is None
     assert frontends.owner("r") is None
     assert frontends.begin(two, "r")
+
+
+def test_charges_go_with_their_requests() -> None:
+    frontends = Frontends()
+    one, two = frontends.connect("one", 1.0), frontends.connect("two", 2.0)
+    frontends.begin(one, "r")
+    frontends.begin(two, "s")
+    frontends.charge("r", 100, 4)
+    frontends.charge("s", 30, 2)
+    frontends.charge("never begun", 1, 1)
+    frontends.computed("r")
+    assert frontends.shares() == {
+        "one": FrontendShare(1, 0, 4),
+        "two": FrontendShare(1, 30, 2),
+    }
+    frontends.end("r")
+    frontends.disconnect("two")
+    assert frontends.shares() == {}
+    assert not one.charges
+    assert not two.charges
 
 
 def test_more_input_for_a_request_that_streams_in_is_of_the_same_request() -> None:

@@ -301,3 +301,15 @@ def test_a_root_drawn_at_random_is_refused_with_the_remedy(algorithm, monkeypatc
 def test_an_unknown_algorithm_is_refused():
     with pytest.raises(ValueError, match="md5"):
         root_hash_of("md5")
+
+
+def test_images_are_told_by_what_the_encoder_cache_knows_them_by(hasher):
+    images = [image("one", 3, 20), image("lora:two", 30, 40)]
+    blocks = hasher.hash(make_request(range(100), images))
+    assert blocks.images == (("one", 3, 20), ("lora:two", 30, 40))
+    assert not blocks.last_match_dropped
+
+
+def test_an_engine_that_drops_its_last_match_is_noted():
+    hasher = RequestHasher(BLOCK, ALGORITHM, root_hash_of(ALGORITHM), drops_last_match=True)
+    assert hasher.hash(make_request(range(100))).last_match_dropped

@@ -100,6 +100,14 @@ def test_a_crowd_that_no_cached_block_has_drawn_is_only_load():
     assert cost(1000, load=WorkerLoad(requests=9), mean_requests=1) == 1000
 
 
+def test_the_example_in_the_documentation():
+    a = WorkerLoad(requests=2, prefill_tokens=900, blocks=250)
+    assert cost(1300, overlap=40, load=a, mean_requests=1) == 1720
+    assert cost(1300, overlap=40, load=a._replace(prefill_tokens=0), mean_requests=1) == 820
+    assert cost(1300) == 1300
+    assert cost(1300, image_tokens=1024) == 1812
+
+
 def candidates(*costs):
     return [Candidate(f"w{n}", float(cost)) for n, cost in enumerate(costs)]
 

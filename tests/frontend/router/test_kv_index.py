@@ -130,7 +130,7 @@ def test_without_a_sweep_lost_workers_still_do_not_add_up():
     for n in range(1000):
         index.store(f"w{n}", [A, B])
         index.drop_worker(f"w{n}")
-    assert max(len(index._worker_at), len(index._retired)) <= 66
+    assert max(index._slots, len(index._retired)) <= 66
 
 
 def test_a_million_blocks_come_and_go_and_leave_nothing():

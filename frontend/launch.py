@@ -1,0 +1,48 @@
+"""From a command line to a running frontend, or to several."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+
+def launch(arguments: Sequence[str], *, one_of_several: bool = False) -> int:
+    """Serve until told to stop; returns the exit status.
+
+    Where ``--frontends`` asks for several processes this one only looks after them, unless
+    it is ``one_of_several`` itself.
+    """
+    # A frontend runs no model. Told so, vLLM's CUDA build works on hosts without a GPU
+    # and this process never touches one. vLLM reads it when it is imported.
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    # Ours (frontend/media/connector.py), unless the operator has chosen one.
+    os.environ.setdefault("VLLM_MEDIA_CONNECTOR", "foveal")
+
+    import uvloop
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+    from configs.flags import BadSetting
+    from configs.logs import show_logs
+    from frontend.command_line import parse
+    from frontend.port import reserved
+    from frontend.server import serve
+    from frontend.supervisor import supervise
+    from transfer.errors import TransferError
+
+    cli_env_setup()
+    show_logs("frontend")
+    try:
+        settings, args = parse(arguments)
+        if settings.frontends == 1 or one_of_several:
+            uvloop.run(serve(settings, args, arguments))
+            return 0
+        with reserved(args.host, args.port):
+            command = [sys.executable, "-m", "frontend.one_of_several", *arguments]
+            return asyncio.run(supervise(command, settings.frontends))
+    except (BadSetting, TransferError) as error:
+        print(f"python -m frontend: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
