@@ -175,14 +175,20 @@ def test_an_orientation_behind_the_pixels_of_a_png_counts() -> None:
     assert load_lazily(data, ImageOptions()).media.size == (20, 60)
 
 
-def test_pixels_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What has been decoded."""
     decoded = []
 
-    def counting(data: bytes, options: ImageOptions) -> Image.Image:
+    def noting(data: bytes, options: ImageOptions) -> Image.Image:
         decoded.append(data)
         return decode(data, options)
 
-    monkeypatch.setattr(lazy_image, "decode", counting)
+    monkeypatch.setattr(lazy_image, "decode", noting)
+    return decoded
+
+
+def test_pixels_are_decoded_once(decoded: list[bytes]) -> None:
     image = load_lazily(jpeg(), ImageOptions()).media
     image.tobytes()
     np.asarray(image)
@@ -214,7 +220,9 @@ def test_it_survives_pickling_without_being_decoded() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_truncated_image_is_refused_when_decoded_every_time(kind: str) -> None:
+def test_a_truncated_image_is_refused_every_time_and_decoded_once(
+    kind: str, decoded: list[bytes]
+) -> None:
     out = io.BytesIO()
     picture("RGB", 200, 200, 1).save(out, kind)
     media = load_lazily(out.getvalue()[:-3000], ImageOptions())
@@ -223,6 +231,7 @@ def test_a_truncated_image_is_refused_when_decoded_every_time(kind: str) -> None
             media.media.load()
     with pytest.raises(ImageUnreadable):
         np.asarray(processor_input(media))
+    assert len(decoded) == 1
 
 
 @pytest.mark.parametrize(
