@@ -18,6 +18,7 @@ from vllm.multimodal.parse import MultiModalDataParser
 from frontend.media import lazy_image
 from frontend.media.lazy_image import (
     LAZY_FORMATS,
+    ImageHeader,
     ImageOptions,
     ImageUnreadable,
     LazyImage,
@@ -180,11 +181,12 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What has been decoded."""
     decoded = []
 
-    def noting(data: bytes, options: ImageOptions) -> Image.Image:
-        decoded.append(data)
-        return decode(data, options)
+    class Noting(ImageMediaIO):
+        def load_bytes(self, data: bytes) -> MediaWithBytes[Image.Image]:
+            decoded.append(data)
+            return super().load_bytes(data)
 
-    monkeypatch.setattr(lazy_image, "decode", noting)
+    monkeypatch.setattr(lazy_image, "ImageMediaIO", Noting)
     return decoded
 
 
@@ -249,6 +251,12 @@ def test_an_image_with_too_many_pixels_is_refused_at_once(
     monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "1199")
     with pytest.raises(ImageUnreadable, match="60x20"):
         load_lazily(jpeg(), ImageOptions())
+
+
+def test_an_image_that_is_not_what_its_header_said_is_refused() -> None:
+    header = ImageHeader("JPEG", "L", (60, 20), None)
+    with pytest.raises(ImageUnreadable, match="header"):
+        LazyImage(jpeg(), ImageOptions("RGB"), header).load()
 
 
 def test_a_mode_that_does_not_exist_is_refused() -> None:
