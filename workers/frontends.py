@@ -102,6 +102,7 @@ class Frontends:
             del self._owners[request_id]
         frontend.requests.clear()
         frontend.parts.clear()
+        frontend.charges.clear()
         return left
 
     def silent_since(self, deadline: float) -> list[str]:

@@ -99,8 +99,9 @@ def load_lazily(data: bytes, options: ImageOptions) -> MediaWithBytes[Image.Imag
     if header.format not in LAZY_FORMATS:
         return _load_at_once(data, options)
     image = LazyImage(data, options, header)
-    converted = options.image_mode is not None and options.image_mode != header.mode
-    return MediaWithBytes(image, data, msgspec.structs.asdict(options) if converted else None)
+    return MediaWithBytes(
+        image, data, msgspec.structs.asdict(options) if image.is_converted else None
+    )
 
 
 class LazyImage(Image.Image):
@@ -119,6 +120,11 @@ class LazyImage(Image.Image):
         self.readonly = 1  # Pillow clears it when the pixels are about to be changed
         for name in _ONLY_DECODING_TELLS:
             delattr(self, name)  # __getattr__ finds out
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether decoding converts it, so that ``options`` enter vLLM's hash."""
+        return self.options.image_mode not in (None, self.header.mode)
 
     @property
     def decoded(self) -> bool:
@@ -143,11 +149,15 @@ class LazyImage(Image.Image):
             raise self._failure
         if not self.decoded:
             try:
-                image = self.decode()
+                media = _load_at_once(self.data, self.options)
+                if (media.io_config is not None) != self.is_converted:
+                    # It was hashed, and perhaps found, as what it is not.
+                    raise ImageUnreadable("Failed to load image: its header is not true")
             except ImageUnreadable as failure:
                 # vLLM ignores the first error (of its EXIF handling) and asks again.
                 self._failure = failure
                 raise
+            image = media.media
             image.load()
             self.im, self.palette, self.info = image.im, image.palette, image.info
             self._mode, self._size = image.mode, image.size

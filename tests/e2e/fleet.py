@@ -143,7 +143,8 @@ class Deployment:
         port = free_port()
         command = [
             "-m", "frontend", "--dyn-chat-processor", "vllm", "--http-port", str(port),
-            "--mm-arena-gb", "0.25", *self._ours(), *SERVER_FLAGS, *flags,
+            "--mm-arena-gb", "0.25", "--mm-url-private-addresses", "allow",
+            *self._ours(), *SERVER_FLAGS, *flags,
         ]
         server = Frontend(self._start(name, command, {}, before), port)
         self._servers.append(server)

@@ -9,13 +9,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from vllm import connections
+from vllm.connections import HTTPConnection
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
+from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalFieldElem
+from vllm.multimodal.media import MediaConnector
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.processing import processor
 from vllm.renderers import base as renderers_base
+from vllm.renderers import chat_utils
+from vllm.renderers.params import TokenizeParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -30,6 +36,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
+from frontend.media.connector import LazyMediaConnector
 from workers.inbox import ENGINE_CALLS
 
 NOT_WHEN_ROUTED = {
@@ -102,6 +109,58 @@ def test_requests_are_counted_before_the_engine_client_sees_them() -> None:
 def test_client_uuids_pass_through_one_method() -> None:
     source = source_of(renderers_base.BaseRenderer._process_multimodal)
     assert "self._process_mm_uuids(" in source
+
+
+def test_a_request_is_processed_by_one_call_of_the_processor() -> None:
+    source = source_of(renderers_base.BaseRenderer._process_multimodal)
+    assert "mm_processor = self.get_mm_processor()" in source
+    assert "mm_processor.apply(" in source
+
+
+def test_prompts_are_tokenized_by_one_method() -> None:
+    source = source_of(renderers_base.BaseRenderer)
+    assert "self._tokenize_prompt_async = make_async(" in source
+    assert "tokenizer(prompt[\"prompt\"], **kwargs)" in source_of(
+        renderers_base.BaseRenderer._tokenize_prompt
+    )
+    assert set(TokenizeParams(max_total_tokens=9).get_encode_kwargs()) == {
+        "truncation", "max_length", "add_special_tokens",
+    }
+
+
+def test_media_connectors_are_chosen_by_name() -> None:
+    source = source_of(chat_utils.AsyncMultiModalContentParser)
+    assert "MEDIA_CONNECTOR_REGISTRY.load(\n            envs.VLLM_MEDIA_CONNECTOR," in source
+    assert "self._connector.fetch_image_async(image_url)" in source
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fetch_image", "fetch_image_async", "load_from_url", "load_from_url_async",
+     "_load_data_url", "_load_file_url"],
+)
+def test_our_connector_takes_what_vllms_takes(method: str) -> None:
+    theirs = parameters_of(getattr(MediaConnector, method))
+    assert parameters_of(getattr(LazyMediaConnector, method)) == theirs
+
+
+def test_all_media_by_url_come_through_the_methods_that_we_replace() -> None:
+    source = source_of(MediaConnector)
+    fetching = source.count("async def fetch_") - source.count("_embedding_async(")
+    assert source.count("await self.load_from_url_async(") == fetching
+
+
+def test_images_are_hashed_as_bytes_and_how_they_were_converted() -> None:
+    source = source_of(MultiModalHasher.serialize_item)
+    assert '{"io_config": obj.io_config, "data": obj.original_bytes}' in source
+    assert source_of(ImageMediaIO.load_bytes).count("converted is not image") == 1
+
+
+def test_http_goes_through_one_session() -> None:
+    source = source_of(HTTPConnection.get_async_response)
+    assert "client = await self.get_async_client()" in source
+    assert parameters_of(connections._async_read_response_bytes) == ["response", "max_bytes"]
+    assert 'kwargs["timeout"] = attempt_timeout' in source_of(connections._async_retry)
 
 
 def test_the_app_is_built_by_name() -> None:

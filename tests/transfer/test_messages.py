@@ -44,7 +44,7 @@ ALL_MESSAGES: list[messages.Message] = [
         transfer_reason="why",
     ),
     messages.Refused(worker="w", reason="why"),
-    messages.AddRequest("r", 500, 16),
+    messages.AddRequest("r", 1, 500, 16),
     messages.AbortRequests(["r", "s"]),
     messages.Call(7, "sleep"),
     messages.CallResult(7, "no"),

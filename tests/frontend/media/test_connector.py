@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageFile
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media.image import ImageMediaIO
 
-from frontend.media.connector import CONNECTOR
+from frontend.media.connector import CONNECTOR, LazyMediaConnector
+from frontend.media.remote_media import RemoteMedia
+from frontend.media.url_cache import UrlCache
+from frontend.media.url_policy import MediaUnavailable, UrlPolicy
 from tests.frontend.app import App, by_url, in_place, running_app
 from tests.frontend.media.web import Site, running_site
 
@@ -193,6 +198,45 @@ async def test_an_unknown_conversion_is_the_clients_error(app: App) -> None:
         options = {"image": {"image_mode": mode}}
         response = await app.chat(in_place(picture(8)), media_io_kwargs=options)
         assert response.status_code == 400, response.text
+
+
+async def test_vllms_blocking_calls_fetch_by_the_same_rules(site: Site) -> None:
+    site.serve("/a.png", picture(9))
+    for allowed in (True, False):
+        policy = UrlPolicy([], allow_private=allowed)
+        connector = LazyMediaConnector(
+            remote=RemoteMedia(policy, UrlCache(0)), policy=policy
+        )
+        fetch = asyncio.to_thread(connector.fetch_image, site.url("/a.png"))
+        if allowed:
+            assert (await fetch).size == (120, 90)
+        else:
+            with pytest.raises(MediaUnavailable):
+                await fetch
+    assert site.asked["/a.png"] == 1
+
+
+async def test_other_media_by_url_are_fetched_by_the_same_rules(site: Site) -> None:
+    policy = UrlPolicy([], allow_private=False)
+    connector = LazyMediaConnector(remote=RemoteMedia(policy, UrlCache(0)), policy=policy)
+    for fetch in (connector.fetch_audio_async, connector.fetch_video_async):
+        with pytest.raises(MediaUnavailable, match="not a public address"):
+            await fetch(site.url("/a"))
+    assert not site.requests
+
+
+async def test_a_local_file_is_lazy_where_it_is_allowed(tmp_path: Path) -> None:
+    policy = UrlPolicy([], allow_private=False)
+    connector = LazyMediaConnector(
+        remote=RemoteMedia(policy, UrlCache(0)), policy=policy,
+        allowed_local_media_path=str(tmp_path),
+    )
+    (tmp_path / "a.png").write_bytes(picture(10))
+    media: Any = await connector.fetch_image_async(f"file://{tmp_path}/a.png")
+    assert not media.media.decoded and media.size == (120, 90)
+    for path in (f"{tmp_path}/missing.png", f"{tmp_path}/../a.png", "/etc/passwd"):
+        with pytest.raises((VLLMValidationError, ValueError)):
+            await connector.fetch_image_async(f"file://{path}")
 
 
 async def test_a_url_that_cannot_be_fetched_says_so(app: App, site: Site) -> None:

@@ -18,6 +18,7 @@ from vllm.multimodal.parse import MultiModalDataParser
 from frontend.media import lazy_image
 from frontend.media.lazy_image import (
     LAZY_FORMATS,
+    ImageHeader,
     ImageOptions,
     ImageUnreadable,
     LazyImage,
@@ -175,14 +176,21 @@ def test_an_orientation_behind_the_pixels_of_a_png_counts() -> None:
     assert load_lazily(data, ImageOptions()).media.size == (20, 60)
 
 
-def test_pixels_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What has been decoded."""
     decoded = []
 
-    def counting(data: bytes, options: ImageOptions) -> Image.Image:
-        decoded.append(data)
-        return decode(data, options)
+    class Noting(ImageMediaIO):
+        def load_bytes(self, data: bytes) -> MediaWithBytes[Image.Image]:
+            decoded.append(data)
+            return super().load_bytes(data)
 
-    monkeypatch.setattr(lazy_image, "decode", counting)
+    monkeypatch.setattr(lazy_image, "ImageMediaIO", Noting)
+    return decoded
+
+
+def test_pixels_are_decoded_once(decoded: list[bytes]) -> None:
     image = load_lazily(jpeg(), ImageOptions()).media
     image.tobytes()
     np.asarray(image)
@@ -214,7 +222,9 @@ def test_it_survives_pickling_without_being_decoded() -> None:
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_truncated_image_is_refused_when_decoded_every_time(kind: str) -> None:
+def test_a_truncated_image_is_refused_every_time_and_decoded_once(
+    kind: str, decoded: list[bytes]
+) -> None:
     out = io.BytesIO()
     picture("RGB", 200, 200, 1).save(out, kind)
     media = load_lazily(out.getvalue()[:-3000], ImageOptions())
@@ -223,6 +233,7 @@ def test_a_truncated_image_is_refused_when_decoded_every_time(kind: str) -> None
             media.media.load()
     with pytest.raises(ImageUnreadable):
         np.asarray(processor_input(media))
+    assert len(decoded) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,6 +251,12 @@ def test_an_image_with_too_many_pixels_is_refused_at_once(
     monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", "1199")
     with pytest.raises(ImageUnreadable, match="60x20"):
         load_lazily(jpeg(), ImageOptions())
+
+
+def test_an_image_that_is_not_what_its_header_said_is_refused() -> None:
+    header = ImageHeader("JPEG", "L", (60, 20), None)
+    with pytest.raises(ImageUnreadable, match="header"):
+        LazyImage(jpeg(), ImageOptions("RGB"), header).load()
 
 
 def test_a_mode_that_does_not_exist_is_refused() -> None:
