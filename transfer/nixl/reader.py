@@ -75,7 +75,7 @@ class ArenaReader:
         """Get to know an arena's agent, and read the arena's header by way of proof.
 
         The future raises ReadFailed when it cannot be read, or is another arena.
-        Connecting again drops what was known before.
+        Connecting again renews a broken connection.
 
         Raises:
             ArenaFull: there is no room here, not even for the header.
@@ -83,10 +83,11 @@ class ArenaReader:
         target = self._arena.reserve(ARENA_HEADER_BYTES)
 
         def steps(agent: NixlAgent) -> Steps:
-            if remote.agent in self._known:
+            # Not while it is being read from: those READs would seem to end, and go on.
+            if not any(w.peer == remote.agent and w.read for w in self._under_way):
                 agent.drop_peer(remote.agent)
-            agent.add_peer(remote.agent, remote.metadata)
-            self._known.add(remote.agent)
+                agent.add_peer(remote.agent, remote.metadata)
+                self._known.add(remote.agent)
             local = address_of(target.memory)
             target.memory[:] = bytes(ARENA_HEADER_BYTES)
             yield agent.read(remote.agent, remote.address, local, ARENA_HEADER_BYTES)
