@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
+from frontend.embedding_checks import EmbeddingLimits
 from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import Routed, current_receipt
@@ -108,6 +109,7 @@ class RoutedEngineClient(AdminCalls):
         router: Router,
         metrics: FrontendMetrics,
         worker_wait_timeout: float,
+        embeddings: EmbeddingLimits | None = None,
     ) -> None:
         super().__init__()
         self._supported_tasks = supported_tasks
@@ -116,6 +118,7 @@ class RoutedEngineClient(AdminCalls):
         self.router = router
         self._metrics = metrics
         self._worker_wait_timeout = worker_wait_timeout
+        self._embeddings = embeddings
         self._outputs = OutputStream()
         self._sent: dict[str, _Sent] = {}
         self._families: dict[str, str] = {}
@@ -181,10 +184,10 @@ class RoutedEngineClient(AdminCalls):
         Raises:
             NoWorkers: none was ready in time.
         """
+        if request.mm_features and self._cache is not None:
+            identify(request, self._cache, self._embeddings)
         if not await self.pool.wait_until_ready(self._worker_wait_timeout):
             raise NoWorkers(self._worker_wait_timeout)
-        if request.mm_features and self._cache is not None:
-            identify(request, self._cache)
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
         route, worker = self._route(request, earlier.worker if earlier else None)

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.processes import Process, free_port, wait_until
+from tests.e2e.processes import Process, accepts, free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 MODEL = "foveal-demo"
@@ -52,6 +52,7 @@ class Server:
     def __init__(self, process: Process, port: int, socket: Path | None = None) -> None:
         """``socket`` is where it listens, for a server on a network of its own."""
         self.process = process
+        self._socket = socket
         self.url = f"http://127.0.0.1:{port}"
         transport = httpx.HTTPTransport(uds=str(socket)) if socket else None
         self.http = httpx.Client(
@@ -65,6 +66,8 @@ class Server:
             return False
 
     def answers(self) -> bool:
+        if self._socket is not None and not accepts(self._socket):
+            return False  # asked in vain, httpx would leave a socket open
         try:
             self.http.get("/version")
         except httpx.TransportError:

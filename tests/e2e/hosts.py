@@ -12,9 +12,14 @@ import subprocess
 from pathlib import Path
 from types import TracebackType
 
+from tests.e2e.fleet import ROOT
 from tests.e2e.processes import Process, wait_until
 
-SET_UP = "mount -t tmpfs tmpfs /dev/shm && ip link set lo up && exec sleep infinity"
+SET_UP = (
+    "mount -t tmpfs tmpfs /dev/shm && mount -t sysfs sysfs /sys && ip link set lo up "
+    "&& exec sleep infinity"
+)
+"""Programs look for network devices in /sys, which shows those of where it was mounted."""
 TOOLS = ("unshare", "nsenter", "mount", "ip")
 
 
@@ -34,7 +39,9 @@ class Host:
             logs,
         )
         self.pid = self._holder.pid
-        self.inside = ("nsenter", "-t", str(self.pid), "--net", "--mount")
+        self.inside = (
+            "nsenter", "-t", str(self.pid), "--net", "--mount", f"--wd={ROOT}"
+        )
         """What runs a command on this host."""
         wait_until(self._is_up, 10.0, f"host {number}")
 

@@ -6,12 +6,15 @@ frontend on the worker's own host answers, by shared memory.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.answers import answer_of, differences
@@ -29,6 +32,23 @@ SOME_CASES = [
     in ("picture_astronaut", "four_pictures", "the_same_picture_twice", "streamed",
         "two_answers", "frames_of_a_video")
 ]
+
+
+def embeddings(tokens: int = 64, width: int = 128) -> dict[str, Any]:
+    """The part of a message that sends an encoder's output instead of a picture."""
+
+    def encoded(tensor: torch.Tensor) -> str:
+        buffer = io.BytesIO()
+        torch.save(tensor, buffer)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+    values = torch.rand(tokens, width, generator=torch.Generator().manual_seed(1))
+    grid = torch.tensor([1, 2, 2 * tokens])
+    fields = {"image_embeds": encoded(values), "image_grid_thw": encoded(grid)}
+    return {"type": "image_embeds", "image_embeds": fields}
+
+
+SOME_CASES.append(Case("embeddings", CHAT, chat_body(user(embeddings(), "What is it?"))))
 
 
 @dataclass
@@ -65,19 +85,19 @@ def fleet(
     try:
         there.start_worker(
             *seed, "--host", hosts.other.address, "--port", str(port),
-            "--mm-worker-cache-gb", "0.25",
+            "--mm-worker-cache-gb", "0.25", "--enable-mm-embeds",
             env={**OVER_TCP, "VLLM_HOST_IP": hosts.other.address},
             before=hosts.other.inside,
         )
         beside = there.start_frontend(
-            *seed, socket=True, before=hosts.other.inside, name="beside",
-            env={"VLLM_SERVER_DEV_MODE": "1"},
+            *seed, "--enable-mm-embeds", socket=True, before=hosts.other.inside,
+            name="beside", env={"VLLM_SERVER_DEV_MODE": "1"},
         )
         address = ("--worker", f"tcp://{hosts.other.address}:{port}")
         by_mode = {
             name: here.start_frontend(
-                *seed, *address, "--mm-transfer", mode, env=OVER_TCP,
-                socket=True, before=hosts.one.inside, name=name,
+                *seed, *address, "--mm-transfer", mode, "--enable-mm-embeds",
+                env=OVER_TCP, socket=True, before=hosts.one.inside, name=name,
             )
             for name, mode in (("nixl", "auto"), ("inline", "inline"))
         }
@@ -131,6 +151,13 @@ def test_the_answers_are_those_of_the_same_host(fleet: Fleet, case: Case) -> Non
     assert transfer == {"shm"}
     assert differences(by_nixl, right) == []
     assert differences(inline, right) == []
+
+
+def test_embeddings_that_the_model_cannot_use_reach_no_engine(fleet: Fleet) -> None:
+    for part in (embeddings(width=64), embeddings(tokens=0)):
+        response = fleet.nixl.http.post(CHAT, json=chat_body(user(part, "What is it?")))
+        assert response.status_code == 400, response.text
+    assert fleet.nixl.is_healthy()
 
 
 def test_a_picture_crosses_the_network_once(fleet: Fleet) -> None:
