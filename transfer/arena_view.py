@@ -39,12 +39,19 @@ class ArenaView:
         ArenaGone: no such arena is seen from here.
     """
 
-    def __init__(self, arena: ArenaId, directory: Path = SHM) -> None:
+    def __init__(
+        self, arena: ArenaId, directory: Path = SHM, *, shared: bool = False
+    ) -> None:
+        """``shared`` maps the owner's own pages, for devices that read them: they cannot
+        be given pages that are copied when they are written to. Whoever maps them so must
+        not write.
+        """
         if NAME_PATTERN.fullmatch(arena.name) is None:
             raise BadMessage(f"{arena.name!r} is not the name of an arena")
         self.id = arena
         try:
-            self._fd = os.open(directory / arena.name, os.O_RDONLY | os.O_NOFOLLOW)
+            access = os.O_RDWR if shared else os.O_RDONLY
+            self._fd = os.open(directory / arena.name, access | os.O_NOFOLLOW)
         except OSError as error:
             raise ArenaGone(f"cannot open arena {arena.name}: {error}") from error
         try:
@@ -52,13 +59,18 @@ class ArenaView:
             self._map = mmap.mmap(
                 self._fd,
                 self._size,
-                flags=mmap.MAP_PRIVATE,
+                flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         except BaseException:
             os.close(self._fd)
             raise
+        self._shared = shared
         self._closed = False
+
+    def memory(self) -> memoryview:
+        """Return the whole file as it is mapped, for those who register it elsewhere."""
+        return memoryview(self._map)
 
     def read(self, ref: EntryRef) -> memoryview:
         """Return the payload of an entry, as its owner wrote it.
@@ -72,7 +84,8 @@ class ArenaView:
         """
         self.check(ref)
         start = ref.offset - ENTRY_HEADER_BYTES
-        self._map.madvise(mmap.MADV_DONTNEED, start, ENTRY_HEADER_BYTES + ref.nbytes)
+        if not self._shared:
+            self._map.madvise(mmap.MADV_DONTNEED, start, ENTRY_HEADER_BYTES + ref.nbytes)
         return memoryview(self._map)[ref.offset : ref.offset + ref.nbytes]
 
     def check(self, ref: EntryRef) -> None:
