@@ -173,6 +173,26 @@ async def test_a_worker_that_leaves_while_it_pulls_leaves_no_lease(
     await eventually(lambda: fleet.nixl._export and not fleet.nixl._export.busy)
 
 
+async def test_input_that_streams_in_keeps_its_order_when_pulls_fail(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await fleet.start(cache_gib=CACHE_GIB, transfer_timeout=0.2)
+    worker.engine.stalled = True
+    stop_progress(fleet, monkeypatch)
+    for number in range(5):
+        items = [make_item(torch.full((40, 50), float(number)))] if number in (1, 3) else []
+        request = make_request("r", tokens=range(number, number + 4), items=items)
+        request.resumable = number < 4
+        await fleet.client.add_request_async(request)
+        del request
+    added = [await within(worker.engine.added.get()) for _ in range(5)]
+    assert [(a.prompt_token_ids or [9])[0] for a in added] == [0, 1, 2, 3, 4]
+    assert worker.engine.added.empty()
+    worker.engine.say("r", 1, finished=True)
+    await fleet.answer("r")
+    await eventually(fleet.at_rest)
+
+
 async def test_a_full_worker_cache_is_no_failure_of_the_path(fleet: Fleet) -> None:
     worker = await fleet.start(cache_gib=CACHE_GIB / 8)
     worker.engine.stalled = True
