@@ -9,10 +9,6 @@ from tests.nixl_owner import Owner
 from transfer.arena import Arena
 from transfer.nixl.reader import ArenaReader
 
-pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
-
-
-
 
 @pytest.fixture(scope="module", params=["tcp", "all"])
 def transport(request: pytest.FixtureRequest) -> Iterator[str]:

@@ -18,6 +18,7 @@ from transfer.nixl.export import ArenaExport
 from transfer.nixl.reader import ArenaReader
 from transfer.tensor_ref import EntryRef, RemoteArena
 
+pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
 pytestmark = pytest.mark.nixl
 
 
