@@ -27,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
+from frontend.embedding_checks import EmbeddingLimits
 from frontend.index_sweeper import IndexSweeper
 from frontend.kv_checks import KvChecks
 from frontend.metrics import FrontendMetrics
@@ -113,6 +114,7 @@ class RoutedEngineClient(AdminCalls):
         router: Router,
         metrics: FrontendMetrics,
         worker_wait_timeout: float,
+        embeddings: EmbeddingLimits | None = None,
     ) -> None:
         super().__init__()
         self._supported_tasks = supported_tasks
@@ -121,6 +123,7 @@ class RoutedEngineClient(AdminCalls):
         self.router = router
         self._metrics = metrics
         self._worker_wait_timeout = worker_wait_timeout
+        self._embeddings = embeddings
         self._sweeper = IndexSweeper(router.index)
         self._checks = KvChecks(router)
         self._outputs = OutputStream()
@@ -197,10 +200,10 @@ class RoutedEngineClient(AdminCalls):
         Raises:
             NoWorkers: none was ready in time.
         """
+        if request.mm_features and self._cache is not None:
+            identify(request, self._cache, self._embeddings)
         if not await self.pool.wait_until_ready(self._worker_wait_timeout):
             raise NoWorkers(self._worker_wait_timeout)
-        if request.mm_features and self._cache is not None:
-            identify(request, self._cache)
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
         route, worker = self._route(request, earlier.worker if earlier else None)

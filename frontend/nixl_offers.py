@@ -18,8 +18,9 @@ from transfer.nixl.export import ArenaExport
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 60.0
-"""How long a worker may take to make its own agent and to connect."""
+ANSWER_SECONDS = 20.0
+"""So long a worker that makes its agent and connects gets no requests. If it answers later
+it is heard all the same."""
 
 
 class Reader(Protocol):

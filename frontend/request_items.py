@@ -13,24 +13,32 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import EngineCoreRequest
 
 from frontend.arena_cache import ArenaProcessorCache, IdentifiedItem
+from frontend.embedding_checks import EmbeddingLimits, check_embeddings
 from transfer.arena import Arena
 from transfer.pack import is_packed, read_reference, resolve
 
 
-def identify(request: EngineCoreRequest, cache: ArenaProcessorCache) -> None:
+def identify(
+    request: EngineCoreRequest,
+    cache: ArenaProcessorCache,
+    limits: EmbeddingLimits | None = None,
+) -> None:
     """Give every item of ``request`` its canonical identity.
 
     What has not come through the processor cache (embeddings that clients send, for
     example) goes into the arena here.
 
     Raises:
-        VLLMValidationError: an item holds a reference instead of data, or neither.
+        VLLMValidationError: an item holds a reference instead of data, or neither, or
+            embeddings that are not within ``limits``.
     """
     identified = []
     for feature in request.mm_features or ():
         item = feature.data
         if item is None:
             raise VLLMValidationError("a multimodal item without data")
+        if limits is not None:
+            check_embeddings(feature, limits)
         if not isinstance(item, IdentifiedItem):
             item = cache.store(item)
         # With vision LoRA vLLM puts the adapter before the hash: the encoder's output

@@ -24,6 +24,7 @@ from vllm.entrypoints.launchers.launcher import setup_server
 from configs.flags import BadSetting
 from configs.schema import FrontendConfig
 from frontend.arena_cache import ArenaProcessorCache
+from frontend.embedding_checks import limits_of
 from frontend.engine_client import RoutedEngineClient
 from frontend.fleet_api import fleet_routes
 from frontend.media.connector import register_connector
@@ -92,6 +93,7 @@ async def serve(
             router=router,
             metrics=FrontendMetrics(),
             worker_wait_timeout=settings.worker_wait_timeout,
+            embeddings=limits_of(config.model_config),
         )
         llm = make_llm(config, args, client, cache)
         hello = Hello(

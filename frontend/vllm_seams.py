@@ -8,17 +8,17 @@ vLLM names relied on: EngineCoreClient.make_async_mp_client (called by
 AsyncLLM.__init__); renderers.base.processor_cache_from_config and
 processor_only_cache_from_config (called by BaseRenderer.__init__);
 launchers.api_server.entry.build_app (called by build_and_serve);
-BaseRenderer._process_mm_uuids, start_mm_warmup_in_background, mm_processor;
-BaseMultiModalProcessor.apply (called by BaseRenderer._process_multimodal);
-BaseRenderer._tokenize_prompt, _tokenize_prompt_async, _wants_offsets,
-_build_tokens_prompt, _executor; TokenizeParams.get_encode_kwargs; async_utils.make_async;
-AsyncLLM.check_health, _add_request; InputProcessor.mm_encoder_cache_size;
-AsyncEngineArgs.create_model_config.
+BaseRenderer._process_mm_uuids, start_mm_warmup_in_background, mm_processor and its
+info.parse_mm_data; BaseMultiModalProcessor.apply (called by
+BaseRenderer._process_multimodal); BaseRenderer._tokenize_prompt, _tokenize_prompt_async,
+_wants_offsets, _build_tokens_prompt, _executor; TokenizeParams.get_encode_kwargs;
+async_utils.make_async; AsyncLLM.check_health, _add_request;
+InputProcessor.mm_encoder_cache_size; AsyncEngineArgs.create_model_config.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from configs.flags import BadSetting, sentence_of
+from frontend.embedding_checks import EmbeddingLimits, check_embedding_data, limits_of
 from frontend.engine_client import RoutedEngineClient
 from frontend.media.lazy_image import ImageUnreadable
 from frontend.receipt import ReceiptMiddleware
@@ -138,8 +139,23 @@ def make_llm(
         )
     _separate_uuids(llm.renderer)
     _name_unreadable_images(llm.renderer)
+    _check_embeddings(llm.renderer, limits_of(config.model_config))
     _reuse_tokenization(llm.renderer)
     return llm
+
+
+def _check_embeddings(renderer: Any, limits: EmbeddingLimits) -> None:
+    """Have embeddings that clients send checked before anything is done with them."""
+    if renderer.mm_processor is None:
+        return
+    info = renderer.mm_processor.info
+    parse: Callable[..., Any] = info.parse_mm_data
+
+    def check_and_parse(mm_data: Mapping[str, Any], **kwargs: Any) -> Any:
+        check_embedding_data(mm_data, limits)
+        return parse(mm_data, **kwargs)
+
+    info.parse_mm_data = check_and_parse
 
 
 def _separate_uuids(renderer: Any) -> None:

@@ -50,12 +50,19 @@ class ArenaView:
         ArenaGone: no such arena is seen from here.
     """
 
-    def __init__(self, arena: ArenaId, directory: Path = SHM) -> None:
+    def __init__(
+        self, arena: ArenaId, directory: Path = SHM, *, shared: bool = False
+    ) -> None:
+        """``shared`` maps the owner's own pages, for devices that read them: they cannot
+        be given pages that are copied when they are written to. Whoever maps them so must
+        not write.
+        """
         if NAME_PATTERN.fullmatch(arena.name) is None:
             raise BadMessage(f"{arena.name!r} is not the name of an arena")
         self.id = arena
         try:
-            self._fd = os.open(directory / arena.name, os.O_RDONLY | os.O_NOFOLLOW)
+            access = os.O_RDWR if shared else os.O_RDONLY
+            self._fd = os.open(directory / arena.name, access | os.O_NOFOLLOW)
         except OSError as error:
             raise ArenaGone(f"cannot open arena {arena.name}: {error}") from error
         try:
@@ -63,17 +70,21 @@ class ArenaView:
             self._map = mmap.mmap(
                 self._fd,
                 self._size,
-                flags=mmap.MAP_PRIVATE,
+                flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
         except BaseException:
             os.close(self._fd)
             raise
-        self._written = WrittenPages(self._map)
+        self._written = None if shared else WrittenPages(self._map)
         # The generation that each page was last read as, 0 for none. The pages of this
         # table that stay 0 take no memory.
         self._read_as = np.zeros(self._size // PAGE_BYTES, np.uint64)
         self._closed = False
+
+    def memory(self) -> memoryview:
+        """Return the whole file as it is mapped, for those who register it elsewhere."""
+        return memoryview(self._map)
 
     def read(self, ref: EntryRef) -> memoryview:
         """Return the payload of an entry, as its owner wrote it.
@@ -93,7 +104,7 @@ class ArenaView:
         # A good entry has had all its pages to itself since it was sealed, so if one of
         # them was read as this generation, all were, and nothing else since.
         if pages[0] != ref.generation:
-            if pages.any() and self._written.may_be_in(first_page, end_page):
+            if self._written and pages.any() and self._written.may_be_in(first_page, end_page):
                 start = first_page * PAGE_BYTES
                 self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
             pages[:] = ref.generation
@@ -126,7 +137,8 @@ class ArenaView:
         if self._closed:
             return
         self._closed = True
-        self._written.close()
+        if self._written is not None:
+            self._written.close()
         with suppress(BufferError):
             self._map.close()
         os.close(self._fd)

@@ -7,8 +7,20 @@ from __future__ import annotations
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from transfer.arena_view import ArenaView
+from transfer.tensor_ref import ArenaId
 from workers.arena_worker import ArenaReader
+from workers.pinned_memory import pin, unpin
 
 
 class ArenaGPUWorker(ArenaReader, Worker):
-    pass
+    """Pins what it maps, so that copies to the device need not be waited for."""
+
+    def _open_arena(self, arena: ArenaId) -> ArenaView:
+        view = ArenaView(arena, shared=True)
+        pin(view.memory())
+        return view
+
+    def _close_arena(self, view: ArenaView) -> None:
+        unpin(view.memory())
+        view.close()

@@ -44,7 +44,7 @@ class ArenaReader(_Base):
         if name in self._arenas and self._arenas[name].id == arena:
             return ""
         try:
-            view = ArenaView(arena)
+            view = self._open_arena(arena)
         except (TransferError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         self.detach_arena(name)
@@ -54,7 +54,13 @@ class ArenaReader(_Base):
     def detach_arena(self, name: str) -> None:
         """Unmap a lost frontend's arena, once none of its requests is left."""
         if (view := self._arenas.pop(name, None)) is not None:
-            view.close()
+            self._close_arena(view)
+
+    def _open_arena(self, arena: ArenaId) -> ArenaView:
+        return ArenaView(arena)
+
+    def _close_arena(self, view: ArenaView) -> None:
+        view.close()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         for request in scheduler_output.scheduled_new_reqs:

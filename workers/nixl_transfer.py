@@ -99,7 +99,7 @@ class NixlTransfer:
             return
         self._drop_source(frontend)
         source = frontend.source = NixlSource(arena, say)
-        connecting = None
+        connecting, known = None, ""
         while True:
             if connecting is None or connecting.done():
                 connecting = asyncio.create_task(self._connect(source))
@@ -107,10 +107,13 @@ class NixlTransfer:
             if reason := await self._outcome(connecting):
                 say(TransferChosen("inline", reason))
             else:
+                logger.info("frontend %s: its arena is read by NIXL", frontend.name)
                 say(TransferChosen("nixl", "the worker reads the arena by NIXL"))
                 reason = await source.failure()
                 say(TransferChosen("inline", reason))
-            logger.warning("frontend %s is out of NIXL's reach: %s", frontend.name, reason)
+            if reason != known:
+                logger.warning("frontend %s is beyond NIXL: %s", frontend.name, reason)
+            known = reason
             await asyncio.sleep(RETRY_SECONDS)
 
     async def _connect(self, source: NixlSource) -> None:

@@ -18,9 +18,11 @@ from tests.e2e.processes import Process
 
 TRAP = Path(__file__).parent / "processor_trap"
 
-# The session's fleet is taken apart by the last but one, and gone in the last: never are
+# The session's fleet is taken apart by the first of these, and gone in the others: never are
 # there more than three engines.
-LAST_MODULES = ("test_shutdown_leaves_nothing.py", "test_discovery.py")
+LAST_MODULES = (
+    "test_shutdown_leaves_nothing.py", "test_discovery.py", "test_two_hosts.py"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

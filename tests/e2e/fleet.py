@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.e2e.processes import Process, free_port, wait_until
+from tests.e2e.processes import Process, accepts, free_port, wait_until
 
 ROOT = Path(__file__).parents[2]
 MODEL = "foveal-demo"
@@ -49,10 +49,15 @@ ENGINE_ENV = {
 class Server:
     """Something that answers HTTP."""
 
-    def __init__(self, process: Process, port: int) -> None:
+    def __init__(self, process: Process, port: int, socket: Path | None = None) -> None:
+        """``socket`` is where it listens, for a server on a network of its own."""
         self.process = process
+        self._socket = socket
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=ANSWER_SECONDS)
+        transport = httpx.HTTPTransport(uds=str(socket)) if socket else None
+        self.http = httpx.Client(
+            base_url=self.url, timeout=ANSWER_SECONDS, transport=transport
+        )
 
     def is_healthy(self) -> bool:
         try:
@@ -61,6 +66,8 @@ class Server:
             return False
 
     def answers(self) -> bool:
+        if self._socket is not None and not accepts(self._socket):
+            return False  # asked in vain, httpx would leave a socket open
         try:
             self.http.get("/version")
         except httpx.TransportError:
@@ -125,28 +132,42 @@ class Deployment:
         self._servers: list[Server] = []
 
     def start_worker(
-        self, *flags: str, env: Mapping[str, str] | None = None, name: str = "worker"
+        self,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+        before: Sequence[str] = (),
+        name: str = "worker",
     ) -> Process:
+        """``before`` is a command that runs the worker, ``unshare`` for example."""
         return self._start(
             name,
             ["-m", "workers", *self._ours(), *WORKER_FLAGS, *flags],
             {**ENGINE_ENV, **(env or {})},
+            before,
         )
 
     def start_frontend(
         self,
         *flags: str,
+        env: Mapping[str, str] | None = None,
         before: Sequence[str] = (),
+        socket: bool = False,
         name: str = "frontend",
     ) -> Frontend:
-        """``before`` is a command that runs the frontend, ``unshare`` for example."""
+        """``before`` is a command that runs the frontend, ``unshare`` for example.
+
+        ``socket`` has it listen on a file, for when its network is not this one.
+        """
         port = free_port()
+        path = self.directory / f"{name}.sock" if socket else None
+        if path is not None:
+            flags = (*flags, "--uds", str(path))
         command = [
             "-m", "frontend", "--dyn-chat-processor", "vllm", "--http-port", str(port),
             "--mm-arena-gb", "0.25", "--mm-url-private-addresses", "allow",
             *self._ours(), *SERVER_FLAGS, *flags,
         ]
-        server = Frontend(self._start(name, command, {}, before), port)
+        server = Frontend(self._start(name, command, env or {}, before), port, path)
         self._servers.append(server)
         return server
 

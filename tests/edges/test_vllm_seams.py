@@ -10,12 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 from vllm import connections
+from vllm.config import ModelConfig
 from vllm.connections import HTTPConnection
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.multimodal.hasher import MultiModalHasher
-from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalFieldElem
+from vllm.multimodal.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    PlaceholderRange,
+)
 from vllm.multimodal.media import MediaConnector
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.processing import processor
@@ -288,3 +293,13 @@ def test_engine_flags_have_the_names_that_a_worker_sets() -> None:
     names = {field.name for field in fields(AsyncEngineArgs)}
     assert {"worker_cls", "mm_processor_cache_gb", "prefix_caching_hash_algo",
             "kv_events_config", "data_parallel_size", "enable_prefix_caching"} <= names
+
+
+def test_what_clients_send_is_parsed_by_one_method() -> None:
+    process = source_of(renderers_base.BaseRenderer._process_multimodal)
+    assert "mm_processor = self.get_mm_processor()" in process
+    assert "mm_processor.info.parse_mm_data(mm_data)" in process
+    get = renderers_base.BaseRenderer.get_mm_processor
+    assert "return self.mm_processor" in source_of(get)
+    assert hasattr(PlaceholderRange, "get_num_embeds")
+    assert hasattr(ModelConfig, "get_inputs_embeds_size")

@@ -31,7 +31,9 @@ async def test_requests_are_counted_by_worker_and_transfer(registry: Registry) -
 async def test_the_state_of_the_fleet_is_read_when_asked_for(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         plane = fleet.client.router.plane
-        fleet.metrics.register(FleetCollector(fleet.pool, plane, fleet.cache, fleet.arena, fleet.nixl))
+        fleet.metrics.register(
+            FleetCollector(fleet.pool, plane, fleet.cache, fleet.arena, fleet.nixl)
+        )
         labels = {"worker": "worker-1", "transfer": "shm"}
         assert fleet.metrics.get_sample_value("foveal_worker_ready", labels) is None
         await fleet.start()
@@ -48,6 +50,8 @@ async def test_the_state_of_the_fleet_is_read_when_asked_for(registry: Registry)
 async def test_without_an_arena_nothing_is_said_of_it(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         plane = fleet.client.router.plane
-        fleet.metrics.register(FleetCollector(fleet.pool, plane, fleet.cache, None, fleet.nixl))
+        fleet.metrics.register(
+            FleetCollector(fleet.pool, plane, fleet.cache, None, fleet.nixl)
+        )
         assert fleet.metrics.get_sample_value("foveal_arena_bytes") is None
         assert fleet.count("items_without_room") == 0

@@ -72,10 +72,13 @@ async def test_tensors_are_pulled_once_and_read_from_the_workers_own_arena(
         wanted = (pixels, more, pixels)
         assert all(torch.equal(*pair) for pair in zip(seen, wanted, strict=True))
         added = await within(worker.engine.added.get())
-        assert all(f.data["pixel_values"].data is None for f in added.mm_features or () if f.data)
-    assert worker.engine.reader._arenas.keys() == {worker.nixl._arena.id.name}  # type: ignore[union-attr]
+        items = [f.data for f in added.mm_features or () if f.data]
+        assert [item["pixel_values"].data for item in items] == [None] * 3
+    assert worker.nixl._arena is not None
+    assert list(worker.engine.reader._arenas) == [worker.nixl._arena.id.name]
     pulled = fleet.nixl.pulls["worker-1"]
-    assert (pulled.pulls, pulled.nbytes, pulled.failures) == (2, pixels.nbytes + more.nbytes, 0)
+    nbytes = pixels.nbytes + more.nbytes
+    assert (pulled.pulls, pulled.nbytes, pulled.failures) == (2, nbytes, 0)
     assert worker.nixl.cache is not None and worker.nixl.cache.counts.pulls == 2
     await eventually(fleet.at_rest)
     await eventually(lambda: leased_by(worker) == 0)
@@ -168,6 +171,26 @@ async def test_a_worker_that_leaves_while_it_pulls_leaves_no_lease(
     assert transfer_to(fleet, "worker-2")[0] == "inline"
     await eventually(fleet.at_rest)
     await eventually(lambda: fleet.nixl._export and not fleet.nixl._export.busy)
+
+
+async def test_input_that_streams_in_keeps_its_order_when_pulls_fail(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await fleet.start(cache_gib=CACHE_GIB, transfer_timeout=0.2)
+    worker.engine.stalled = True
+    stop_progress(fleet, monkeypatch)
+    for number in range(5):
+        items = [make_item(torch.full((40, 50), float(number)))] if number in (1, 3) else []
+        request = make_request("r", tokens=range(number, number + 4), items=items)
+        request.resumable = number < 4
+        await fleet.client.add_request_async(request)
+        del request
+    added = [await within(worker.engine.added.get()) for _ in range(5)]
+    assert [(a.prompt_token_ids or [9])[0] for a in added] == [0, 1, 2, 3, 4]
+    assert worker.engine.added.empty()
+    worker.engine.say("r", 1, finished=True)
+    await fleet.answer("r")
+    await eventually(fleet.at_rest)
 
 
 async def test_a_full_worker_cache_is_no_failure_of_the_path(fleet: Fleet) -> None:

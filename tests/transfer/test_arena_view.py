@@ -301,3 +301,17 @@ def test_a_reader_that_exits_leaves_the_arena_in_place(
     other.close()
     with ArenaView(arena.id, tmp_path) as view:
         assert bytes(view.read(lease.entry)) == b"\1" * 100
+
+
+def test_a_shared_view_has_the_owners_own_pages(arena: Arena, tmp_path: Path) -> None:
+    with ArenaView(arena.id, tmp_path, shared=True) as view:
+        reservation = arena.reserve(100)
+        reservation.memory[:] = b"a" * 100
+        lease = reservation.seal(b"i" * 16)
+        memory = view.read(lease.entry)
+        assert memory == b"a" * 100
+        assert view.memory().nbytes == 5 * PAGE_BYTES
+        # The same page, not a copy of it: a device that reads it sees what the owner does.
+        arena.view(lease.entry)[:5] = b"later"
+        assert view.read(lease.entry)[:5] == memory[:5] == b"later"
+        assert lease.entry.nbytes == 100

@@ -315,8 +315,12 @@ def test_a_reference_that_does_not_fit_is_refused(
 ) -> None:
     packed, memory = packed_into_memory(image_item())
     reference = ItemRef(entry_of(memory.nbytes), tensors, fields)
-    with pytest.raises(BadMessage):
-        pack.resolve(packed, memory, reference)
+    for check in (
+        lambda: pack.resolve(packed, memory, reference),
+        lambda: pack.check_reference(packed, reference),
+    ):
+        with pytest.raises(BadMessage):
+            check()
 
 
 def test_a_reference_nested_beyond_reason_is_refused() -> None:
@@ -330,3 +334,15 @@ def test_memory_of_another_entry_is_refused() -> None:
     packed, memory = packed_into_memory(image_item())
     with pytest.raises(BadMessage, match="for an entry of"):
         resolved(packed, memory[:-64])
+
+
+def test_a_reference_moves_to_another_entry_with_the_same_bytes() -> None:
+    item = image_item()
+    packed, memory = packed_into_memory(item)
+    elsewhere = msgspec.structs.replace(entry_of(memory.nbytes), arena="b", generation=9)
+    moved = pack.move_reference(packed, elsewhere)
+    assert pack.read_reference(moved).entry == elsewhere
+    assert pack.read_reference(packed).entry == entry_of(memory.nbytes)
+    assert same(resolved(moved, memory)["pixel_values"].data, item["pixel_values"].data)
+    with pytest.raises(BadMessage, match="known here with 64"):
+        pack.move_reference(packed, entry_of(64))

@@ -154,3 +154,56 @@ def test_a_reference_that_is_none_is_a_bad_message(frontend: Frontend, data: obj
     request = make_request(items=[MultiModalKwargsItem({REFERENCE_KEY: elem})])
     with pytest.raises(BadMessage):
         frontend.check_references(request)
+
+
+def test_parts_of_a_request_are_counted() -> None:
+    frontends = Frontends()
+    one = frontends.connect("one", 1.0)
+    assert one.comes_next("r", 0) and not one.comes_next("r", 1)
+    for part in range(3):
+        assert one.comes_next("r", part)
+        assert frontends.begin(one, "r", streams=part < 2)
+    assert not one.comes_next("r", 0)
+    frontends.end("r")
+    assert one.comes_next("r", 0) and not one.comes_next("r", 3)
+
+
+def test_a_part_that_did_not_reach_the_engine_comes_again_and_those_behind_it() -> None:
+    frontends = Frontends()
+    one, two = frontends.connect("one", 1.0), frontends.connect("two", 2.0)
+    for _ in range(4):
+        frontends.begin(one, "r", streams=True)
+    frontends.take_back(two, "r", 1)
+    assert one.comes_next("r", 4)
+    frontends.take_back(one, "r", 2)
+    frontends.take_back(one, "r", 3)
+    assert one.comes_next("r", 2)
+    frontends.take_back(one, "r", 0)
+    assert frontends.owner("r") is None
+
+
+def test_what_a_request_leases_ends_with_it_but_not_with_its_frontend(arena: Arena) -> None:
+    def lease_for(frontend: Frontend, request_id: str) -> None:
+        lease = arena.reserve(10).seal(request_id.encode() * 16)
+        frontend.leases.setdefault(request_id, []).append(lease)
+
+    frontends = Frontends()
+    one = frontends.connect("one", 1.0)
+    for request_id in ("r", "s"):
+        frontends.begin(one, request_id)
+        lease_for(one, request_id)
+    frontends.end("r")
+    assert arena.stats().leased_entries == 1
+    assert frontends.disconnect("one") == ["s"]
+    assert arena.stats().leased_entries == 1
+    del one
+    assert arena.stats().leased_entries == 0
+
+
+def test_a_reference_that_does_not_fit_its_item_is_refused(
+    frontend: Frontend, cache: ArenaProcessorCache
+) -> None:
+    item = cache.store(make_item(1.0))
+    other = MultiModalKwargsItem({**item, "pixel_values": make_item(1.0)["pixel_values"]})
+    with pytest.raises(BadMessage, match="did not move"):
+        frontend.check_references(make_request(items=[other]))

@@ -42,7 +42,8 @@ async def lines(worker: FakeWorker) -> AsyncIterator[list[Line]]:
 
 
 async def add(worker: FakeWorker, line: Line, name: str, tokens: int, blocks: int) -> None:
-    line.say(AddRequest(name, prefill_tokens=tokens, blocks=blocks), encode_payload(make_request(name)))
+    message = AddRequest(name, prefill_tokens=tokens, blocks=blocks)
+    line.say(message, encode_payload(make_request(name)))
     await within(worker.engine.added.get())
     await asyncio.sleep(0)  # the charge is noted behind the request
 

@@ -11,6 +11,7 @@ stop waiting at any time; the READ goes on, and its target stays reserved until 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -27,10 +28,12 @@ from transfer.arena_layout import (
     arena_nonce_and_size,
     entry_header,
 )
-from transfer.errors import NixlUnavailable, ReadFailed, StaleRef
+from transfer.errors import NixlUnavailable, ReadFailed, StaleRef, TransferError
 from transfer.leases import Reservation
 from transfer.nixl.agent import NixlAgent, Read, address_of
 from transfer.tensor_ref import EntryRef, RemoteArena
+
+logger = logging.getLogger(__name__)
 
 PAUSES = ((1.0, 0.0002), (10.0, 0.005))
 """Up to this age in seconds a READ is looked after so often; an older one ..."""
@@ -75,7 +78,7 @@ class ArenaReader:
         """Get to know an arena's agent, and read the arena's header by way of proof.
 
         The future raises ReadFailed when it cannot be read, or is another arena.
-        Connecting again drops what was known before.
+        Connecting again renews a broken connection.
 
         Raises:
             ArenaFull: there is no room here, not even for the header.
@@ -83,10 +86,11 @@ class ArenaReader:
         target = self._arena.reserve(ARENA_HEADER_BYTES)
 
         def steps(agent: NixlAgent) -> Steps:
-            if remote.agent in self._known:
+            # Not while it is being read from: those READs would seem to end, and go on.
+            if not any(w.peer == remote.agent and w.read for w in self._under_way):
                 agent.drop_peer(remote.agent)
-            agent.add_peer(remote.agent, remote.metadata)
-            self._known.add(remote.agent)
+                agent.add_peer(remote.agent, remote.metadata)
+                self._known.add(remote.agent)
             local = address_of(target.memory)
             target.memory[:] = bytes(ARENA_HEADER_BYTES)
             yield agent.read(remote.agent, remote.address, local, ARENA_HEADER_BYTES)
@@ -184,10 +188,13 @@ class ArenaReader:
         for work in list(self._under_way):
             try:
                 over = self._advance_one(agent, work)
-            except (ReadFailed, StaleRef) as error:
+            except Exception as error:  # what is not foreseen must not end the others
                 self._under_way.remove(work)
                 for reservation in work.kept:
                     reservation.cancel()
+                if not isinstance(error, TransferError):
+                    logger.exception("reading from %s", work.peer)
+                    error = ReadFailed(f"{type(error).__name__}: {error}")
                 work.done.set_exception(error)
             else:
                 if over:

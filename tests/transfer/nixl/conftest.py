@@ -5,13 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes_nixl import PATIENCE
-from tests.transfer.nixl.owner import Owner
+from tests.nixl_owner import Owner
 from transfer.arena import Arena
 from transfer.nixl.reader import ArenaReader
-
-pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
-
-
 
 
 @pytest.fixture(scope="module", params=["tcp", "all"])

@@ -12,6 +12,7 @@ from transfer.nixl.agent import NixlAgent
 from transfer.nixl.export import ArenaExport
 from transfer.nixl.reader import ArenaReader
 
+pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
 pytestmark = pytest.mark.nixl
 
 

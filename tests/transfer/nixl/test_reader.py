@@ -12,12 +12,13 @@ import msgspec
 import pytest
 
 from tests.fakes_nixl import PATIENCE, cpu_seconds, identity_of
-from tests.transfer.nixl.owner import Owner
+from tests.nixl_owner import Owner
 from transfer.arena import Arena
 from transfer.errors import ArenaFull, ReadFailed, StaleRef
 from transfer.nixl.reader import ArenaReader
 from transfer.tensor_ref import ArenaId, EntryRef
 
+pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
 pytestmark = pytest.mark.nixl
 
 
@@ -155,6 +156,22 @@ def test_a_read_that_nobody_waits_for_keeps_its_target_until_its_end(
     until(lambda: bool(done))
     assert identity_of(done[0]) == entry.identity
     until(lambda: arena.stats().bytes_used <= before)
+
+
+def test_connecting_again_does_not_end_what_is_under_way(
+    transport: str, reader: ArenaReader, doomed: Owner
+) -> None:
+    if transport != "tcp":
+        pytest.skip("over shared memory a READ needs nobody's help")
+    reader.connect(doomed.remote).result(PATIENCE)
+    entry = doomed.put(os.urandom(1 << 20))
+    doomed.stop()
+    read, again = reader.read(doomed.remote, entry), reader.connect(doomed.remote)
+    with pytest.raises(TimeoutError):
+        read.result(0.3)
+    doomed.go_on()
+    again.result(PATIENCE)
+    assert identity_of(bytes(read.result(PATIENCE).memory)) == entry.identity
 
 
 def test_an_owner_killed_while_it_is_read_from_ends_the_read(
