@@ -113,7 +113,7 @@ async def make_pool(
         settings = PoolSettings(workers, queue, seconds)
         pool = PreprocessPool(settings, lambda: template, arena, cache, metrics)
         pools.append(pool)
-        await within(pool.start(), 60)
+        await within(pool.start(), 180)  # a busy machine imports slowly
         return pool
 
     yield make
@@ -366,8 +366,8 @@ async def test_fifty_kills_lose_no_item(
     killer = asyncio.create_task(kill_some())
     await within(asyncio.gather(*(ask_until_killed(first) for first in range(4))), 120)
     await killer
-    # Some were killed when they had just said that they were done.
-    assert 10 < value(pool._metrics.crashes) <= 51
+    # Others were killed before they began, or when they had just said that they were done.
+    assert 10 < value(pool._metrics.crashes) <= 50
     assert arena.stats().leased_entries <= 4
 
 
