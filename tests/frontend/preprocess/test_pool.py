@@ -344,7 +344,7 @@ async def test_fifty_kills_lose_no_item(
 
     async def kill_some() -> None:
         while len(killed) < 50:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.003)
             for pid, attempts in pool.running.items():
                 # A second kill over one item would make it a poisonous one.
                 if attempts == 1 and pid not in killed:
@@ -352,7 +352,7 @@ async def test_fifty_kills_lose_no_item(
                     killed.add(pid)
 
     async def ask(number: int) -> None:
-        held = await pool.process(f"k{number}", work(number))
+        held = await pool.process(f"k{number}", work(f"slow {number}"))
         assert held is not None
         item, _ = cache.get_and_update_item(None, f"k{number}")
         assert item.identity == cache.store(item_of(number)).identity
