@@ -6,6 +6,7 @@ preprocess processes by forking itself: ``Setup``, answered by ``TemplateReady``
 is that socket; the process says ``Up``, and from then on works on one item at a time:
 
     frontend -> process   Work       the encoded media
+    process -> frontend   Began      if it is lost from here on, it may be the item's fault
     process -> frontend   Measured   how many bytes its tensors take     (if any are large)
     frontend -> process   Place      where they may be written, or that there is no room
     process -> frontend   Done       what they are, and all that is small
@@ -69,6 +70,10 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     processor_options: dict[str, Any]
 
 
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """The process has the work and begins."""
+
+
 class Measured(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
 
@@ -110,7 +115,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Setup | TemplateReady | SetupFailed | Up | Work | Measured | Place | Done | Failed
+    Setup
+    | TemplateReady
+    | SetupFailed
+    | Up
+    | Work
+    | Began
+    | Measured
+    | Place
+    | Done
+    | Failed
 )
 
 _encoder = msgspec.msgpack.Encoder()

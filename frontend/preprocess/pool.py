@@ -31,6 +31,7 @@ from frontend.preprocess.messages import Failed, Setup, Work
 from frontend.preprocess.metrics import PreprocessMetrics
 from frontend.preprocess.processes import (
     Finished,
+    NeverBegan,
     NoProcesses,
     NoRoom,
     PreprocessProcess,
@@ -198,6 +199,10 @@ class PreprocessPool:
         self._queued.release()
         return job
 
+    def _requeue(self, job: _Job) -> None:
+        self._queue.appendleft(job)
+        self._queued.release()
+
     def _drop(self, job: _Job) -> None:
         """Nobody wants this job any more."""
         self._answer(job, None)
@@ -311,13 +316,17 @@ class PreprocessPool:
         except TimeoutError:
             await process.end()
             result = _overdue(self._settings.seconds)
+        except NeverBegan:
+            await process.end()
+            job.attempts -= 1
+            self._requeue(job)
+            return
         except (PeerLost, BadMessage) as error:
             logger.warning("preprocess process %d is lost: %s", process.pid, str(error))
             self._metrics.crashes.inc()
             await process.end()
             if job.attempts < ATTEMPTS:
-                self._queue.appendleft(job)
-                self._queued.release()
+                self._requeue(job)
                 return
             result = _POISONOUS
         finally:

@@ -13,6 +13,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from frontend.preprocess.item_processor import Unreadable
 from frontend.preprocess.messages import (
+    Began,
     BlockingLine,
     Done,
     Failed,
@@ -75,6 +76,7 @@ def _work(
     model: str,
 ) -> Done | Failed | None:
     """None when there was no room for the item, which the frontend knows."""
+    line.send(Began())
     try:
         item, updates = processor.process(work.modality, work.media, work.processor_options)
         plain_updates = [to_plain(update) for update in updates]

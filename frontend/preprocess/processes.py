@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from frontend.preprocess.messages import (
     LENGTH_BYTES,
+    Began,
     Done,
     Failed,
     Measured,
@@ -56,6 +57,10 @@ class NoProcesses(Exception):
     """Preprocess processes cannot be started; the text says why."""
 
 
+class NeverBegan(PeerLost):
+    """A process ended before it began with an item."""
+
+
 class NoRoom(Exception):
     """The arena has no room for an item's tensors."""
 
@@ -88,10 +93,17 @@ class PreprocessProcess:
 
         Raises:
             NoRoom: the arena is full of images in use.
-            PeerLost: the process has ended.
+            NeverBegan: the process had ended before.
+            PeerLost: it has ended over the item.
             BadMessage: it said something that makes no sense.
         """
-        await self._send(work)
+        try:
+            await self._send(work)
+            began = await self._receive()
+        except PeerLost as error:
+            raise NeverBegan(f"process {self.pid} had ended before") from error
+        if not isinstance(began, Began):
+            raise BadMessage(f"{type(began).__name__} before the work began")
         message = await self._receive()
         if isinstance(message, Failed):
             return message
@@ -145,7 +157,7 @@ class PreprocessProcess:
             self._writer.writelines((length_prefix(body), body))
             await self._writer.drain()
         except OSError as error:
-            raise PeerLost(f"process {self.pid} has ended") from error
+            raise _lost(error) from None
 
     async def _receive(self) -> Message:
         return await receive(self._reader)
@@ -157,7 +169,14 @@ async def receive(reader: asyncio.StreamReader) -> Message:
         length = length_of(await reader.readexactly(LENGTH_BYTES))
         return decode(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, OSError) as error:
-        raise PeerLost("a preprocess process has ended") from error
+        raise _lost(error) from None
+
+
+def _lost(error: Exception) -> PeerLost:
+    # The stream keeps the error, and with its traceback all that the frames hold: an
+    # item would stay in place until the next garbage collection.
+    error.__traceback__ = None
+    return PeerLost(f"a preprocess process has ended: {error or type(error).__name__}")
 
 
 def _reserve(arena: Arena, nbytes: int) -> Reservation | None:

@@ -288,6 +288,6 @@ async def test_fifty_processes_killed_over_an_image_lose_nothing(
     killer = asyncio.create_task(kill_some())
     await asyncio.gather(*(ask_until_killed(first) for first in range(4)))
     await killer
-    # Some hit a process that had just finished.
-    assert pool._metrics.crashes._value.get() >= 25  # type: ignore[attr-defined]
+    # Others had not begun, or had just finished.
+    assert pool._metrics.crashes._value.get() >= 15  # type: ignore[attr-defined]
     assert len(pool._serving) == pool._settings.workers

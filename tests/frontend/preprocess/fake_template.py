@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,9 @@ class Obedient:
                 return item_of(1), UPDATES
             case "sleep":
                 signal.pause()
+            case "slow":
+                time.sleep(0.02)
+                return item_of(int(argument)), UPDATES
             case "wait":  # until somebody writes to a named pipe
                 with open(argument, "rb") as pipe:
                     return item_of(int(pipe.read())), UPDATES

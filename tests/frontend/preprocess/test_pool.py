@@ -113,7 +113,7 @@ async def make_pool(
         settings = PoolSettings(workers, queue, seconds)
         pool = PreprocessPool(settings, lambda: template, arena, cache, metrics)
         pools.append(pool)
-        await within(pool.start(), 60)
+        await within(pool.start(), 180)  # a busy machine imports slowly
         return pool
 
     yield make
@@ -344,7 +344,7 @@ async def test_fifty_kills_lose_no_item(
 
     async def kill_some() -> None:
         while len(killed) < 50:
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.003)
             for pid, attempts in pool.running.items():
                 # A second kill over one item would make it a poisonous one.
                 if attempts == 1 and pid not in killed:
@@ -352,7 +352,7 @@ async def test_fifty_kills_lose_no_item(
                     killed.add(pid)
 
     async def ask(number: int) -> None:
-        held = await pool.process(f"k{number}", work(number))
+        held = await pool.process(f"k{number}", work(f"slow {number}"))
         assert held is not None
         item, _ = cache.get_and_update_item(None, f"k{number}")
         assert item.identity == cache.store(item_of(number)).identity
@@ -366,8 +366,8 @@ async def test_fifty_kills_lose_no_item(
     killer = asyncio.create_task(kill_some())
     await within(asyncio.gather(*(ask_until_killed(first) for first in range(4))), 120)
     await killer
-    # Some were killed when they had just said that they were done.
-    assert 10 < value(pool._metrics.crashes) <= 51
+    # Others were killed before they began, or when they had just said that they were done.
+    assert 10 < value(pool._metrics.crashes) <= 50
     assert arena.stats().leased_entries <= 4
 
 

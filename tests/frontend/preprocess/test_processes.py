@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from frontend.preprocess.messages import (
+    Began,
     Done,
     Failed,
     Measured,
@@ -20,7 +21,7 @@ from frontend.preprocess.messages import (
     encode,
     length_prefix,
 )
-from frontend.preprocess.processes import NoRoom, PreprocessProcess, receive
+from frontend.preprocess.processes import NeverBegan, NoRoom, PreprocessProcess, receive
 from tests.fakes import within
 from transfer.arena import Arena
 from transfer.errors import BadMessage, PeerLost
@@ -61,6 +62,7 @@ async def line() -> AsyncIterator[tuple[PreprocessProcess, Peer]]:
     child = subprocess.Popen(["sleep", "600"])  # to have a process id
     peer = Peer(*await asyncio.open_connection(sock=theirs))
     process = PreprocessProcess(child.pid, *await asyncio.open_connection(sock=ours))
+    peer.say(Began())
     yield process, peer
     peer.writer.close()
     await process.end()
@@ -131,6 +133,7 @@ async def test_without_room_the_process_is_told_and_goes_on(
     with pytest.raises(NoRoom):
         await within(running)
     running = asyncio.create_task(process.run(WORK, arena))
+    peer.say(Began())
     peer.say(Failed(unreadable=True, reason="broken"))
     assert await within(running) == Failed(unreadable=True, reason="broken")
 
@@ -149,6 +152,17 @@ async def test_answers_that_make_no_sense_are_refused(
     peer.writer.write_eof()
     with pytest.raises(BadMessage):
         await within(running)
+
+
+async def test_a_process_that_never_began_is_told_from_one_that_ended_over_an_item(
+    line: Line, arena: Arena
+) -> None:
+    process, peer = line
+    peer.say(Failed(unreadable=False, reason="the first item"))
+    await within(process.run(WORK, arena))
+    peer.writer.close()
+    with pytest.raises(NeverBegan):
+        await within(process.run(WORK, arena))
 
 
 async def test_bytes_that_are_no_message_are_refused(line: Line, arena: Arena) -> None:
