@@ -2,9 +2,15 @@
 
 The mapping is private and writable: torch wants writable memory under its tensors, and
 what a model writes there stays in this process. Such a written page is a copy of its
-own, blind to what the owner puts there later, so the pages of an entry are dropped each
-time it is read, which brings back the owner's bytes. Headers are read through the file,
-never through the mapping, for the same reason.
+own, blind to what the owner puts there later. So when an entry is read for the first
+time, the pages it shares with entries that were read before are dropped, which brings
+back the owner's bytes. Headers are read through the file, never through the mapping, for
+the same reason.
+
+Reading an entry again drops nothing: its bytes have not changed, and a tensor of another
+request may still lie over them. All tensors of one entry share their memory, as do those
+that vLLM's own receiver cache hands out, so a model that writes to its inputs sees there
+what it wrote.
 
 ``multiprocessing.shared_memory`` is not used: its resource tracker removes the owner's
 live segment when a reader exits.
@@ -17,6 +23,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+import numpy as np
 
 from transfer.arena_layout import (
     ARENA_HEADER_BYTES,
@@ -33,6 +41,8 @@ from transfer.tensor_ref import ArenaId, EntryRef
 
 class ArenaView:
     """Reads entries of the arena that ``arena`` names, without copying them.
+
+    Not for several threads at once.
 
     Raises:
         BadMessage: the name is not one that an arena can have.
@@ -58,22 +68,33 @@ class ArenaView:
         except BaseException:
             os.close(self._fd)
             raise
+        # The generation that each page was last read as, 0 for none. The pages of this
+        # table that stay 0 take no memory.
+        self._read_as = np.zeros(self._size // PAGE_BYTES, np.uint64)
         self._closed = False
 
     def read(self, ref: EntryRef) -> memoryview:
         """Return the payload of an entry, as its owner wrote it.
 
-        Its bytes stay as they are while the owner's lease lasts. Writing to them is seen
-        only here, and only until the entry is read again.
+        Its bytes stay as they are while the owner's lease lasts. What is written to them
+        is seen only here, by all who read the same entry, and is gone when the owner has
+        put another in its place.
 
         Raises:
             StaleRef: the entry holds something else by now, or never held this.
             ArenaGone: this view was closed.
         """
         self.check(ref)
-        start = ref.offset - ENTRY_HEADER_BYTES
-        self._map.madvise(mmap.MADV_DONTNEED, start, ENTRY_HEADER_BYTES + ref.nbytes)
-        return memoryview(self._map)[ref.offset : ref.offset + ref.nbytes]
+        end = ref.offset + ref.nbytes
+        pages = self._read_as[ref.offset // PAGE_BYTES : -(-end // PAGE_BYTES)]
+        # A good entry has had all its pages to itself since it was sealed, so if one of
+        # them was read as this generation, all were, and nothing else since.
+        if pages[0] != ref.generation:
+            if pages.any():
+                start = ref.offset - ENTRY_HEADER_BYTES
+                self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+            pages[:] = ref.generation
+        return memoryview(self._map)[ref.offset : end]
 
     def check(self, ref: EntryRef) -> None:
         """Make sure that the owner's entry is still the one that ``ref`` names.

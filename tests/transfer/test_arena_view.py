@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from transfer.arena import Arena
-from transfer.arena_layout import PAGE_BYTES
+from transfer.arena_layout import ENTRY_HEADER_BYTES, PAGE_BYTES
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaGone, BadMessage, StaleRef
 from transfer.leases import Lease
@@ -101,13 +101,42 @@ def test_a_reader_that_writes_harms_neither_the_owner_nor_other_readers(
     assert bytes(view.read(lease.entry)) == b"\1" * 100
 
 
-def test_a_reader_that_wrote_sees_the_owner_s_bytes_when_it_reads_again(
-    arena: Arena, other: OtherProcess
+def test_all_who_read_one_entry_share_its_memory(arena: Arena, view: ArenaView) -> None:
+    """Reading again must not pull the pages from under the tensors of another request."""
+    lease = put(arena, 1, 3 * PAGE_BYTES)
+    first = view.read(lease.entry)
+    for place in (0, PAGE_BYTES, 3 * PAGE_BYTES - 1):
+        first[place] = 2
+        second = view.read(lease.entry)
+        assert first[place] == second[place] == 2
+    assert bytes(arena.view(lease.entry)) == b"\1" * 3 * PAGE_BYTES
+
+
+def test_what_a_reader_wrote_is_gone_when_the_same_contents_are_put_there_anew(
+    arena: Arena, view: ArenaView
 ) -> None:
-    nbytes = 4 * PAGE_BYTES - 64
-    lease = put(arena, 1, nbytes)
-    other.read(lease.entry, scribbles=True)
-    assert other.read(lease.entry) == b"\1" * nbytes
+    nbytes = 3 * PAGE_BYTES
+    first = put(arena, 1, nbytes)
+    view.read(first.entry)[:] = b"!" * nbytes
+    first.release()
+    arena.drop_unleased()
+    second = put(arena, 1, nbytes)
+    assert second.entry.offset == first.entry.offset
+    assert bytes(view.read(second.entry)) == b"\1" * nbytes
+
+
+def test_a_reader_that_wrote_to_small_entries_sees_a_large_one_in_their_place(
+    arena: Arena, view: ArenaView
+) -> None:
+    small = [put(arena, number) for number in (1, 2, 3)]
+    # The first page of the large one was never read, some of the others were.
+    for lease in small[1:]:
+        view.read(lease.entry)[:] = b"!" * 100
+    for lease in small:
+        lease.release()
+    arena.drop_unleased()
+    large = put(arena, 4, 4 * PAGE_BYTES - ENTRY_HEADER_BYTES)
+    assert bytes(view.read(large.entry)) == b"\4" * large.entry.nbytes
 
 
 def test_a_reader_that_wrote_sees_the_next_generation(

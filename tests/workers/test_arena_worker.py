@@ -87,14 +87,33 @@ def test_the_tensors_lie_within_the_mapping(
 
 
 def test_what_the_model_writes_stays_in_its_process(
-    reader: FakeArenaReader, cache: ArenaProcessorCache
+    reader: FakeArenaReader, cache: ArenaProcessorCache, arena: Arena
 ) -> None:
+    other = make_reader()
+    assert other.attach_arena(arena.id.name, arena.id.nonce) == ""
     (sent,) = features_of(cache.store(make_item(1.0)))
     (seen,) = execute(reader, sent)
     assert seen.data is not None
     seen.data["pixel_values"].data.fill_(9.0)
-    (again,) = execute(reader, sent)
-    assert again.data == make_item(1.0)
+    (elsewhere,) = execute(other, sent)
+    assert elsewhere.data == make_item(1.0)
+    other.detach_arena(arena.id.name)
+
+
+def test_what_the_model_wrote_is_gone_when_another_item_takes_that_place(
+    reader: FakeArenaReader, cache: ArenaProcessorCache, arena: Arena
+) -> None:
+    places = []
+    for value in (1.0, 2.0):
+        (sent,) = features_of(cache.store(make_item(value)))
+        (seen,) = execute(reader, sent)
+        assert seen.data is not None
+        assert seen.data == make_item(value)
+        places.append(seen.data["pixel_values"].data.data_ptr())
+        seen.data["pixel_values"].data.fill_(9.0)
+        del sent, seen
+        arena.drop_unleased()
+    assert places[0] == places[1]
 
 
 def test_items_that_hold_their_tensors_are_left_alone(reader: FakeArenaReader) -> None:
