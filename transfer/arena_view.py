@@ -3,9 +3,9 @@
 The mapping is private and writable: torch wants writable memory under its tensors, and
 what a model writes there stays in this process. Such a written page is a copy of its
 own, blind to what the owner puts there later. So when an entry is read for the first
-time, the pages it shares with entries that were read before are dropped, which brings
-back the owner's bytes. Headers are read through the file, never through the mapping, for
-the same reason.
+time, and pages of it were written to while they held another, its pages are dropped,
+which brings back the owner's bytes. Headers are read through the file, never through the
+mapping, for the same reason.
 
 Reading an entry again drops nothing: its bytes have not changed, and a tensor of another
 request may still lie over them. All tensors of one entry share their memory, as do those
@@ -37,6 +37,7 @@ from transfer.arena_layout import (
 )
 from transfer.errors import ArenaGone, BadMessage, StaleRef
 from transfer.tensor_ref import ArenaId, EntryRef
+from transfer.written_pages import WrittenPages
 
 
 class ArenaView:
@@ -68,6 +69,7 @@ class ArenaView:
         except BaseException:
             os.close(self._fd)
             raise
+        self._written = WrittenPages(self._map)
         # The generation that each page was last read as, 0 for none. The pages of this
         # table that stay 0 take no memory.
         self._read_as = np.zeros(self._size // PAGE_BYTES, np.uint64)
@@ -86,12 +88,13 @@ class ArenaView:
         """
         self.check(ref)
         end = ref.offset + ref.nbytes
-        pages = self._read_as[ref.offset // PAGE_BYTES : -(-end // PAGE_BYTES)]
+        first_page, end_page = ref.offset // PAGE_BYTES, -(-end // PAGE_BYTES)
+        pages = self._read_as[first_page:end_page]
         # A good entry has had all its pages to itself since it was sealed, so if one of
         # them was read as this generation, all were, and nothing else since.
         if pages[0] != ref.generation:
-            if pages.any():
-                start = ref.offset - ENTRY_HEADER_BYTES
+            if pages.any() and self._written.may_be_in(first_page, end_page):
+                start = first_page * PAGE_BYTES
                 self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
             pages[:] = ref.generation
         return memoryview(self._map)[ref.offset : end]
@@ -123,6 +126,7 @@ class ArenaView:
         if self._closed:
             return
         self._closed = True
+        self._written.close()
         with suppress(BufferError):
             self._map.close()
         os.close(self._fd)
