@@ -13,10 +13,10 @@ SOURCES := configs frontend transfer workers tests benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test unit check bench-path clean
+.PHONY: help install serve test unit check bench-path bench-transfer clean
 
 help: ## List what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv (the others do it when needed)
 
@@ -37,6 +37,9 @@ check: $(INSTALLED) ## Style, types, Dockerfile and shell script
 
 bench-path: $(INSTALLED) ## Measure the path of a picture from request to engine
 	$(BIN)/python -m benchmarks.path
+
+bench-transfer: $(INSTALLED) ## Measure how pixels get from process to process
+	$(BIN)/python -m benchmarks.transfer
 
 clean: ## Remove .venv, the demo's files and caches
 	rm -rf $(VENV) .demo build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
