@@ -84,6 +84,8 @@ class SenderEnd:
         for way in self._ways.values():
             way.close()
         self._line.send(b"")
+        self._line.close()
+        self._orders.close()
 
     def _carry_out(self, order: Order) -> Result:
         if not order.nbytes:
@@ -161,8 +163,8 @@ class ReceiverEnd:
         self._line.setsockopt(zmq.LINGER, 0)
         self._line.bind(f"ipc://{directory}/line")
         self._ways: dict[str, Receiver] = {}
-        orders = _connect(context, f"ipc://{directory}/receiver")
-        orders.send(b"here")
+        self._benchmark = _connect(context, f"ipc://{directory}/receiver")
+        self._benchmark.send(b"here")
 
     def run(self) -> None:
         while True:
@@ -182,6 +184,8 @@ class ReceiverEnd:
             del kind, frames, buffers
         for way in self._ways.values():
             way.close()
+        self._line.close()
+        self._benchmark.close()
 
     def _open(self, way: str, frames: Sequence[memoryview]) -> Report:
         receiver = load_receiver(way)
