@@ -22,7 +22,7 @@ from configs.demo.children import Child, stop_all
 ROOT = Path(__file__).parent.parent.parent
 SHM = Path("/dev/shm")
 ROLES = ("receiver", "sender")
-SECONDS_TO_START = 120.0
+SECONDS_TO_START = 240.0
 SECONDS_TO_ANSWER = 90.0
 SECONDS_TO_STOP = 10.0
 
