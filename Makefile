@@ -48,6 +48,9 @@ bench-replay: $(INSTALLED) ## Replay traces with the router before 64 mock engin
 bench-router: $(INSTALLED) ## Measure what routing costs, beside NVIDIA Dynamo's index
 	@$(BIN)/python -m benchmarks.router
 
+bench-transfer: $(INSTALLED) ## Measure how pixels get from process to process
+	@$(BIN)/python -m benchmarks.transfer
+
 clean: ## Remove .venv, the demo's files and caches
 	rm -rf $(VENV) .demo build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find $(wildcard $(SOURCES)) -name __pycache__ -prune -exec rm -rf {} +
