@@ -209,7 +209,11 @@ class KvSubscriber(_Socket):
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:
     """Bind and return the address as peers must name it (port 0 is resolved)."""
-    socket.bind(address)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError:
+        socket.close(linger=0)  # nobody else would, and its context could not end
+        raise
     if address.startswith("ipc://"):
         # ZeroMQ makes the socket file with the umask's mode: only our user may speak.
         Path(address.removeprefix("ipc://")).chmod(0o600)

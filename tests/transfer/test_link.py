@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import stat
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -186,8 +186,16 @@ async def test_a_line_works_again_after_the_worker_was_away(ends: Ends, sockets:
     await within(worker.receive())
     address = worker.address
     worker.close()
-    again = ends.worker(address)
-    receiving = asyncio.ensure_future(again.receive())
+    opened: list[WorkerLink] = []
+
+    def reopened() -> bool:
+        # ZeroMQ closes in a thread of its own, and until then the address is taken.
+        with suppress(zmq.ZMQError):
+            opened.append(ends.worker(address))
+        return bool(opened)
+
+    await eventually(reopened)
+    receiving = asyncio.ensure_future(opened[0].receive())
 
     def heard() -> bool:
         # What goes out before the old connection is known to be dead is lost with it.
