@@ -369,3 +369,31 @@ def test_many_threads_at_once_end_with_one_entry_per_picture(
     assert problems == []
     assert arena.stats().entries == 4
     assert arena.stats().leased_entries == 0
+
+
+def test_a_held_item_stays_until_the_hold_is_dropped(
+    arena: Arena, cache: ArenaProcessorCache
+) -> None:
+    assert cache.hold("a") is None
+    miss(cache, "a", make_item(1.0))
+    held = cache.hold("a")
+    assert held is not None
+    arena.drop_unleased()
+    assert arena.stats().entries == 1
+    del held
+    arena.drop_unleased()
+    assert arena.stats().entries == 0
+    assert cache.hold("a") is None
+
+
+def test_an_item_made_elsewhere_is_found_and_is_no_hit_the_first_time(
+    arena: Arena, cache: ArenaProcessorCache
+) -> None:
+    stored = cache.store(make_item(1.0))
+    held = cache.add("a", bytes.fromhex(stored.identity), stored, stored.lease, UPDATES)
+    assert cache.is_cached_item("a")
+    assert hit(cache, "a").identity == stored.identity
+    assert cache.make_stats().hits == 0
+    assert hit(cache, "a").identity == stored.identity
+    assert (cache.make_stats().hits, cache.make_stats().total) == (1, 2)
+    del held
