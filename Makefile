@@ -16,7 +16,7 @@ SOURCES := configs frontend transfer workers tests benchmarks
 .PHONY: help install serve test unit check bench-path bench-router clean
 
 help: ## List what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Make .venv (the others do it when needed)
 

@@ -1,4 +1,7 @@
-"""From a command line to a running frontend, or to several."""
+"""From a command line to a running frontend, or to several.
+
+vLLM names relied on: serve.utils.api_utils.cli_env_setup.
+"""
 
 from __future__ import annotations
 

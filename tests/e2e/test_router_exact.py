@@ -59,11 +59,10 @@ def test_promised_overlap_is_what_the_engine_reuses(
             wrong.append(reuse)
     assert not wrong
     assert sum(reuse.cached_tokens > 0 for reuse in answered) > REQUESTS / 4
-    # Both workers were used, and the small one computed more than it can hold.
+    # The small one computed more than it can hold.
     computed: Counter[str] = Counter()
     for reuse in answered:
         computed[reuse.worker] += (reuse.reusable_tokens - reuse.cached_tokens) // BLOCK_SIZE
-    assert len(computed) == 2
     small = small_worker(frontend)
     room = frontend.workers()[small]["facts"]["num_kv_blocks"]
     assert computed[small] > room, "nothing was evicted"
