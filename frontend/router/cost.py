@@ -21,6 +21,10 @@ prefix once more elsewhere.
 ``crowd`` bounds how far a prefix that everyone shares can pull: a worker that has more
 than its part of the requests is made dearer with each one, until computing the prefix
 elsewhere, once, is cheaper. A long conversation is worth more than that and stays.
+
+Blocks that make less than a twentieth of the prompt are not credited. Else the few that all
+chats begin with would draw everything to one worker as long as there is little to do, and
+the caches of the others would stay empty.
 """
 
 from __future__ import annotations
@@ -43,6 +47,9 @@ HELD_TOKEN_COST = 0.1
 EVEN_ENOUGH = 1.5
 FEW_REQUESTS = 4
 CROWD_TOKENS = 512
+
+# What share of the prompt is worth going after.
+WORTH_FOLLOWING = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,8 @@ def cost_of(
     workers of the requests in flight, this one included; without it nobody is crowded.
     """
     credit = block_size * settings.overlap_score_credit
+    if (overlap_blocks + promised_blocks) * block_size < num_tokens * WORTH_FOLLOWING:
+        credit = 0.0
     own = max(0.0, num_tokens - (overlap_blocks + promised_blocks) * credit)
     encoder = image_tokens * settings.encoder_load_scale
     promised = promised_blocks * credit + queued_image_tokens * settings.encoder_load_scale

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm import connections
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.connections import HTTPConnection
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
@@ -287,6 +287,10 @@ def test_blocks_are_hashed_by_one_function() -> None:
         "hash_block_size", "caching_hash_fn",
     ]
     assert "get_request_block_hasher(" in source_of(engine_core.EngineCore.__init__)
+
+
+def test_speculative_decoding_says_whether_it_drops_a_block() -> None:
+    assert callable(SpeculativeConfig.use_eagle_block_drop)
 
 
 def test_engine_flags_have_the_names_that_a_worker_sets() -> None:

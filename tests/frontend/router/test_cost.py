@@ -35,6 +35,12 @@ def test_credit_never_makes_a_prompt_cheaper_than_nothing():
     assert cost(1000, overlap=31, settings=RouterSettings(overlap_score_credit=2.0)) == 0
 
 
+def test_a_few_blocks_of_a_long_prompt_are_no_reason():
+    assert cost(1000, overlap=1) == 1000
+    assert cost(1000, overlap=2) == 1000 - 64
+    assert cost(600, overlap=1) == 600 - 32
+
+
 def test_queued_prefill_and_held_blocks_are_added():
     load = WorkerLoad(requests=2, prefill_tokens=500, blocks=100)
     assert cost(1000, load=load) == pytest.approx(1000 + 500 + 100 * 32 * 0.1)

@@ -274,6 +274,19 @@ def test_a_prefix_that_everyone_shares_pins_nobody(in_flight):
     assert max(steady) <= max(math.ceil(1.5 * in_flight / 8), 4)
 
 
+def test_a_few_blocks_that_all_prompts_begin_with_do_not_fill_one_cache_alone():
+    router, _ = make_router()
+    taken = Counter()
+    for n in range(80):
+        blocks = prompt(f"p{n}", 1600)
+        blocks.digests[0] = b"template"
+        worker = route(router, f"r{n}", blocks).worker
+        router.index.store(worker, blocks.digests)
+        router.finish(f"r{n}")
+        taken[worker] += 1
+    assert max(taken.values()) <= 1.5 * 80 / 8
+
+
 def test_a_long_conversation_stays_where_it_is_though_others_are_idle():
     router, _ = make_router()
     for n in range(4):
