@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import AsyncIterator
@@ -105,6 +106,7 @@ async def running_app() -> AsyncIterator[App]:
     policy = UrlPolicy([], allow_private=True)
     remote = RemoteMedia(policy, UrlCache(1 << 20))
     register_connector(remote, policy)
+    level = logging.root.level
     llm = make_llm(config, args, client, cache)
     try:
         app = entry.__dict__["build_app"](args, ("generate",), config.model_config)
@@ -117,3 +119,4 @@ async def running_app() -> AsyncIterator[App]:
         llm.shutdown()
         await remote.close()
         arena.close()
+        logging.root.setLevel(level)  # some part of vLLM's app raises it for all
