@@ -55,6 +55,12 @@ def others(session_fleet: SessionFleet, may_mount: bool) -> Iterator[dict[str, F
 BEFORE_THEY_STARTED = chat_body(user(shown(pattern(270, 270, 5000)), "What was it?"))
 
 
+TRANSFERS = {"inline": "inline", "other_shm": "nixl"}
+"""How tensors reach the workers from each."""
+
+REASONS = {"inline": "asked for", "other_shm": "the worker reads the arena by NIXL"}
+
+
 @pytest.fixture(params=["inline", "other_shm"])
 def other(request: pytest.FixtureRequest, others: dict[str, Frontend]) -> Frontend:
     if request.param not in others:
@@ -70,19 +76,22 @@ def test_its_first_request_reuses_what_the_workers_held_before(other: Frontend) 
 
 @pytest.mark.parametrize("case", SOME_CASES, ids=lambda case: case.name)
 def test_its_answers_are_those_of_vllm(
-    other: Frontend, case: Case, expected: Callable[[Case], Any]
+    others: dict[str, Frontend],
+    other: Frontend,
+    case: Case,
+    expected: Callable[[Case], Any],
 ) -> None:
+    transfer = next(TRANSFERS[name] for name in others if others[name] is other)
     response = other.ask(case.path, case.body)
-    assert set(response.headers["x-foveal-transfer"].split(",")) == {"inline"}
+    assert set(response.headers["x-foveal-transfer"].split(",")) == {transfer}
     assert differences(answer_of(response), expected(case)) == []
 
 
-def test_the_fleet_says_why_tensors_go_inline(others: dict[str, Frontend]) -> None:
-    reasons = {"inline": "asked for", "other_shm": "the worker does not see the segment"}
+def test_the_fleet_says_how_tensors_go_and_why(others: dict[str, Frontend]) -> None:
     for name, frontend in others.items():
         for worker in frontend.workers().values():
-            assert worker["transfer"] == "inline"
-            assert worker["transfer_reason"].startswith(reasons[name])
+            assert worker["transfer"] == TRANSFERS[name]
+            assert worker["transfer_reason"].startswith(REASONS[name])
 
 
 def test_each_frontend_learns_what_the_other_has_computed(
