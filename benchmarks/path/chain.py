@@ -27,6 +27,7 @@ import os
 import shutil
 import tempfile
 import time
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -146,6 +147,7 @@ class Chain:
         self.cache = ArenaProcessorCache(self.arena, self.hasher, "benchmark")
         self.processes: dict[str, BaseProcess] = {}
         self._context = zmq.asyncio.Context()
+        self._links = ExitStack()
         self._encoder = MsgpackEncoder()
         self._number = 0
 
@@ -257,6 +259,7 @@ class Chain:
         if hello != ENGINE_READY:
             raise RuntimeError(f"the engine says {hello!r}")
         self._link = FrontendLink(context, "frontend", addresses.requests)
+        self._links.callback(self._link.close)
         self._link.send(
             Hello(
                 frontend="frontend",
@@ -306,6 +309,7 @@ class Chain:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._links.close()  # the context knows nothing of their sockets, and waits for them
         self._context.destroy(linger=0)
         self.arena.close()
         os.environ.pop("VLLM_RPC_BASE_PATH", None)
