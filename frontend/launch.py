@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,8 @@ def launch(arguments: Sequence[str], *, one_of_several: bool = False) -> int:
     try:
         settings, args = parse(arguments)
         if settings.frontends == 1 or one_of_several:
+            # Until vLLM's server listens for it: unwind, so that nothing is left behind.
+            signal.signal(signal.SIGTERM, _interrupt)
             uvloop.run(serve(settings, args, arguments))
             return 0
         with reserved(args.host, args.port):
@@ -49,3 +52,7 @@ def launch(arguments: Sequence[str], *, one_of_several: bool = False) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt

@@ -24,12 +24,13 @@ def reserved(host: str, port: int) -> Iterator[None]:
         with _socket(family) as probe:
             # Without sharing: another group of processes that share it is in the way too.
             probe.bind((host, port))
-        with _socket(family) as held:
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((host, port))
-            yield
+        held = _socket(family)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
     except OSError as error:
         raise BadSetting(f"cannot listen on port {port}: {error.strerror}") from error
+    with held:
+        yield
 
 
 def _socket(family: socket.AddressFamily) -> socket.socket:

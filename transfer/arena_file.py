@@ -91,6 +91,6 @@ def _no_space(size: int, directory: Path) -> ArenaFull:
     free = space.f_bavail * space.f_frsize
     return ArenaFull(
         f"{directory} has {free / 2**30:.2f} GiB free and the arena needs "
-        f"{size / 2**30:.2f}: lower --mm-arena-gb (of a worker, --mm-worker-cache-gb), "
-        "choose --mm-transfer inline, or raise the container's --shm-size"
+        f"{size / 2**30:.2f}: lower --mm-arena-gb (of a worker, --mm-worker-cache-gb), set "
+        "it to 0 to send tensors inline, or raise the container's --shm-size"
     )

@@ -29,7 +29,7 @@ from vllm.v1.serial_utils import (
 from transfer.errors import BadMessage
 from transfer.tensor_ref import ArenaId, RemoteArena
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Frame = bytes | bytearray | memoryview
 
@@ -93,7 +93,7 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     kv_address: str
     """Where this worker publishes ``KvDelta``."""
     transfer: str
-    """``shm`` or ``inline``: how tensors reach this worker."""
+    """``shm`` or ``inline``: how tensors reach this worker, until ``TransferChosen``."""
     transfer_reason: str
     nixl: bool = False
     """Whether it would take a ``NixlOffer``."""

@@ -149,10 +149,7 @@ class Inbox:
     ) -> None:
         match message:
             case AddRequest():
-                self._add(frontend, message.request_id, message.part, payload)
-                self._frontends.charge(
-                    message.request_id, message.prefill_tokens, message.blocks
-                )
+                self._add(frontend, message, payload)
             case NixlOffer():
                 name = frontend.name
                 self._nixl.accept(
@@ -174,26 +171,29 @@ class Inbox:
                 logger.warning("%s sent %s", frontend.name, type(message).__name__)
 
     def _add(
-        self, frontend: Frontend, request_id: str, part: int, payload: Sequence[Frame]
+        self, frontend: Frontend, message: AddRequest, payload: Sequence[Frame]
     ) -> None:
+        request_id, part = message.request_id, message.part
         if not frontend.comes_next(request_id, part):
             reason = "an earlier part of it is missing"
             self._send_missing(frontend, request_id, part, reason)
             return
         try:
-            request = decode_request(payload)
-            if request.request_id != request_id:
-                raise BadMessage(f"holds request {request.request_id}")
-            if request.client_index != 0:  # the engine would answer somebody else
-                raise BadMessage(f"client index {request.client_index}")
-            frontend.check_references(request)
-            if not self._frontends.begin(frontend, request_id, streams=request.resumable):
-                raise BadMessage("a request of this id is running")
-            self._hand_over(frontend, request, part, payload)
+            request = _checked(frontend, request_id, payload)
         except BadMessage as error:
+            if self._frontends.owner(request_id) is frontend:  # earlier parts are running
+                self._waiting.cancel(frontend, [request_id])
+                self._outbox.abort(frontend.name, [request_id])
             self._outbox.fail(frontend.name, request_id, str(error))
         except TransferError as error:
             self._send_missing(frontend, request_id, part, str(error))
+        else:
+            if self._frontends.begin(frontend, request_id, streams=request.resumable):
+                self._frontends.charge(request_id, message.prefill_tokens, message.blocks)
+                self._hand_over(frontend, request, part, payload)
+            else:
+                reason = "a request of this id is running"
+                self._outbox.fail(frontend.name, request_id, reason)
 
     def _hand_over(
         self,
@@ -290,8 +290,11 @@ class Inbox:
                 )
         except TimeoutError:
             refusals = [f"no answer in {ATTACH_SECONDS:.0f} s"]
+        if self._frontends.get(frontend.name) is not frontend:
+            refusals = ["the frontend has gone meanwhile"]
         if any(refusals):
             view.close()
+            self._start(self._detach(hello.arena.name))  # some may have mapped it
             return f"the engine cannot map the segment: {next(filter(None, refusals))}"
         frontend.view = view
         return "the worker sees the segment"
@@ -316,10 +319,11 @@ class Inbox:
         await self._outbox.engine_is_past()
         if frontend.view is not None and frontend.arena is not None:
             frontend.view.close()
-            await self._engine.collective_rpc_async(
-                "detach_arena", args=(frontend.arena.name,)
-            )
+            await self._detach(frontend.arena.name)
         logger.info("frontend %s left, %d requests aborted", frontend.name, len(left))
+
+    async def _detach(self, arena: str) -> None:
+        await self._engine.collective_rpc_async("detach_arena", args=(arena,))
 
     async def _call(self, name: str, call: Call, payload: Sequence[Frame]) -> None:
         try:
@@ -362,6 +366,29 @@ def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("failed: %r", error)
 
+
+
+def _checked(
+    frontend: Frontend, request_id: str, payload: Sequence[Frame]
+) -> EngineCoreRequest:
+    """Decode a request that the engine may have.
+
+    Raises:
+        BadMessage: it may not.
+        ArenaGone, StaleRef: it refers to tensors that cannot be read.
+    """
+    request = decode_request(payload)
+    if request.request_id != request_id:
+        raise BadMessage(f"holds request {request.request_id}")
+    if request.client_index != 0:  # the engine would answer somebody else
+        raise BadMessage(f"client index {request.client_index}")
+    try:
+        frontend.check_references(request)
+    except TransferError:
+        raise
+    except Exception as error:  # no sender may end this process
+        raise BadMessage(f"cannot be checked: {error!r}") from error
+    return request
 
 
 def _strip(request: EngineCoreRequest) -> bool:

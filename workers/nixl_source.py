@@ -70,6 +70,7 @@ class NixlSource:
 
     def close(self) -> None:
         """Say no more: the frontend has gone."""
+        self.works = False
         self._say = lambda _: None
         self._stop_renewing()
 

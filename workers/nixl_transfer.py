@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from transfer.arena import Arena
 from transfer.arena_file import sweep_dead_arenas
 from transfer.arena_layout import SHM
-from transfer.errors import ReadFailed, TransferError
+from transfer.errors import ReadFailed
 from transfer.messages import Pulling, TransferChosen
 from transfer.nixl.reader import ArenaReader
 from transfer.tensor_ref import RemoteArena
@@ -144,7 +144,7 @@ class NixlTransfer:
         try:
             async with asyncio.timeout(START_SECONDS):
                 await self._make_cache()
-        except (TransferError, OSError, TimeoutError) as error:
+        except Exception as error:  # whatever it is, those who wait must be told
             self._unusable = str(error) or f"no start within {START_SECONDS:.0f} s"
             logger.error("NIXL is switched off in this process: %s", self._unusable)
             await self._unmake_cache()

@@ -66,10 +66,11 @@ class TensorCache:
     def pull(self, source: NixlSource, entry: EntryRef) -> Pull:
         """Begin to read ``entry``, or join whoever has begun."""
         pull = self._pulls.get(entry.identity)
-        if pull is None:
+        # Not one from a frontend that has gone: it may end late, or never.
+        if pull is None or not pull.source.works:
             task = asyncio.create_task(self._read(source, entry), name="pull")
-            pull = self._pulls[entry.identity] = Pull(entry, source, task)
-            task.add_done_callback(lambda _: self._pulls.pop(entry.identity))
+            pull = self._pulls[entry.identity] = begun = Pull(entry, source, task)
+            task.add_done_callback(lambda _: self._forget(begun))
             task.add_done_callback(_look_at_error)
         return pull
 
@@ -96,6 +97,10 @@ class TensorCache:
                 raise BadMessage("other bytes are known by this identity")
             leases.append(lease)
         return leases
+
+    def _forget(self, pull: Pull) -> None:
+        if self._pulls.get(pull.entry.identity) is pull:
+            del self._pulls[pull.entry.identity]
 
     def drop_unleased(self) -> None:
         """Forget what no request needs."""

@@ -121,6 +121,8 @@ class PreprocessPool:
         self._cache = cache
         self._metrics = metrics
         self._template: Template | None = None
+        self._up = False
+        """Whether there are processes, or will be before the first request."""
         self._jobs: dict[str, _Job] = {}
         """By ``mm_hash``, from being asked for until answered."""
         self._queue: deque[_Job] = deque()
@@ -140,6 +142,7 @@ class PreprocessPool:
     def begin(self) -> None:
         """Start loading; ``start`` waits for it."""
         self._template = self._make_template()
+        self._up = True
 
     async def start(self) -> None:
         """Wait until every process is up. Without them, items are left to the frontend."""
@@ -171,7 +174,7 @@ class PreprocessPool:
             return held
         job = self._jobs.get(mm_hash)
         if job is None:
-            if self._template is None:
+            if not self._up:
                 self._metrics.fallbacks.labels("no processes").inc()
                 return None
             if len(self._queue) >= self._settings.queue:
@@ -231,6 +234,7 @@ class PreprocessPool:
             self._restarting = asyncio.create_task(self._restart())
 
     def _stop_template(self) -> None:
+        self._up = False
         if self._template is not None:
             self._template.end()
             self._template = None
@@ -255,6 +259,7 @@ class PreprocessPool:
             task = asyncio.create_task(self._serve(process, template))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
+        self._up = True
         logger.info("%d preprocess processes are up", len(processes))
 
     async def _restart(self) -> None:
@@ -265,7 +270,7 @@ class PreprocessPool:
             try:
                 await self._start_processes()
                 return
-            except NoProcesses as error:
+            except (NoProcesses, OSError) as error:
                 logger.warning("still no preprocess processes: %s", error)
                 self._stop_template()
 
@@ -284,6 +289,9 @@ class PreprocessPool:
         except NoProcesses as error:
             logger.error("no preprocess processes any more: %s", error)
             self._lose_template()
+        except Exception:  # whatever it is, nobody may wait for what is not served
+            logger.exception("a preprocess process cannot be served")
+            self._lose_template()
         finally:
             self._metrics.processes.dec()
             await asyncio.shield(process.end())
@@ -301,6 +309,9 @@ class PreprocessPool:
     async def _work(self, job: _Job, process: PreprocessProcess) -> None:
         """Have a job done and answered, or put back; ends a process that fails at it."""
         began = time.monotonic()
+        if began >= job.deadline:
+            self._answer(job, _overdue(self._settings.seconds))
+            return
         if not job.attempts:
             self._metrics.waited.observe(began - job.asked)
         job.attempts += 1
@@ -329,6 +340,10 @@ class PreprocessPool:
                 self._requeue(job)
                 return
             result = _POISONOUS
+        except Exception:  # the arena may have been closed: the frontend is stopping
+            logger.exception("an image could not be processed")
+            await process.end()
+            result = _LOST
         finally:
             del self._running[process.pid]
         self._answer(job, result)

@@ -156,7 +156,7 @@ class PreprocessProcess:
         try:
             self._writer.writelines((length_prefix(body), body))
             await self._writer.drain()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter: uvloop, of a closed stream
             raise _lost(error) from None
 
     async def _receive(self) -> Message:
@@ -234,7 +234,10 @@ class Template:
         Raises:
             NoProcesses: the template is gone, or does not answer.
         """
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise NoProcesses(f"no more files may be opened: {error}") from error
         try:
             with theirs:
                 socket.send_fds(self._control, [b"f"], [theirs.fileno()])
@@ -244,7 +247,7 @@ class Template:
             if not isinstance(up, Up):
                 raise NoProcesses(f"{type(up).__name__} from a new process")
             return PreprocessProcess(up.pid, reader, writer)
-        except (OSError, PeerLost, TimeoutError) as error:
+        except (OSError, PeerLost, BadMessage, TimeoutError) as error:
             ours.close()
             raise NoProcesses("the template does not fork any more") from error
 

@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutput
 from frontend.metrics import FleetCollector
 from tests.fakes import FakeWorker, eventually, make_item, make_request, within
 from tests.frontend.fleets import Fleet
+from transfer.errors import NixlUnavailable
 from transfer.registry import Registry
 from workers import nixl_transfer
 
@@ -279,7 +280,7 @@ async def test_a_worker_whose_nixl_does_not_work_says_so(
 
 class _NoReader:
     def __init__(self, arena: object) -> None:
-        raise nixl_transfer.TransferError("no transport")
+        raise NixlUnavailable("no transport")
 
 
 async def test_tensors_of_several_frontends_are_kept_once(registry: Registry) -> None:

@@ -248,7 +248,7 @@ def test_an_arena_larger_than_what_is_free_is_refused_with_a_remedy() -> None:
     with pytest.raises(ArenaFull) as caught:
         Arena(2 * shutil.disk_usage(SHM).total)
     message = str(caught.value)
-    for remedy in ("--mm-arena-gb", "--mm-transfer inline", "--shm-size"):
+    for remedy in ("--mm-arena-gb", "to 0 to send tensors inline", "--shm-size"):
         assert remedy in message
     assert set(os.listdir(SHM)) - before == set()
 

@@ -60,6 +60,8 @@ class RequestReader:
             raise ValueError("a mock engine generates tokens only")
         if request.sampling_params.logprobs or request.sampling_params.prompt_logprobs:
             raise ValueError("a mock engine has no log-probabilities")
+        if request.resumable:
+            raise ValueError("a mock engine takes no input in parts")
         if request.prompt_token_ids is None:
             raise ValueError("a mock engine needs prompts of tokens")
         hashed = Request.from_engine_core_request(request, self._block_hasher)
