@@ -11,7 +11,7 @@ import pytest
 
 from tests.fakes import FakeWorker, eventually, make_facts, make_request, within
 from tests.frontend.fleets import Fleet
-from transfer.messages import Bye, Outputs, Refused
+from transfer.messages import PROTOCOL_VERSION, Bye, Outputs, Refused
 from transfer.process import process_start_time
 from transfer.registry import Registry
 
@@ -103,7 +103,7 @@ async def test_a_worker_restarted_on_its_address_is_taken_again(registry: Regist
 
 
 DIFFERENT: dict[str, Any] = {
-    "protocol": 2,
+    "protocol": PROTOCOL_VERSION + 1,
     "vllm_version": "0.31.0",
     "model": "other",
     "revision": "other",
