@@ -97,7 +97,7 @@ class NixlOffers:
     async def close(self) -> None:
         """Withdraw the arena. Workers that read from it see the connection end."""
         if self._making is not None:
-            await asyncio.wait([self._making])
+            await asyncio.wait([self._making], timeout=ANSWER_SECONDS)
         if self._export is not None:
             await asyncio.to_thread(self._export.close)
             self._export = None

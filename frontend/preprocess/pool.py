@@ -254,7 +254,14 @@ class PreprocessPool:
             self._template = self._make_template()
         template = self._template
         await template.ready(START_SECONDS)
-        processes = [await template.fork() for _ in range(self._settings.workers)]
+        processes: list[PreprocessProcess] = []
+        try:
+            for _ in range(self._settings.workers):
+                processes.append(await template.fork())
+        except BaseException:
+            for process in processes:
+                await asyncio.shield(process.end())
+            raise
         for process in processes:
             task = asyncio.create_task(self._serve(process, template))
             self._serving.add(task)
