@@ -7,7 +7,8 @@ The unit is the time of one prompt token's prefill, "tokens" for short. For one 
     waiting = max(0, queued - promised)          tokens of such work queued before this
     held    = blocks held * block size * 0.1     what the answers in flight slow it down
     crowd   = requests above 1.5 times the mean of all workers, and above 4, * 512
-              where blocks that the worker already holds speak for it
+              where blocks that the worker already holds speak for it; above 3, * 1536
+              where blocks do that it is still computing
 
     cost    = prefill_load_scale * (own + encoder) + waiting + held + crowd
 
@@ -15,12 +16,14 @@ The unit is the time of one prompt token's prefill, "tokens" for short. For one 
 ``overlap_score_credit``. A promised block is still being computed there, so its tokens
 stand in the queue: waiting for them is no extra work, which is why they are taken out of
 it. The same holds for images that are still being encoded there. So a second request with
-the same unseen prefix follows the first, until what is held there outweighs computing the
+the same unseen prefix follows the first, until the crowd there outweighs computing the
 prefix once more elsewhere.
 
 ``crowd`` bounds how far a prefix that everyone shares can pull: a worker that has more
 than its part of the requests is made dearer with each one, until computing the prefix
-elsewhere, once, is cheaper. A long conversation is worth more than that and stays.
+elsewhere, once, is cheaper. A long conversation is worth more than that and stays. Those
+who follow a prefix that is still being computed wait for all of it and then for each other,
+in one step, which on an idle worker they would not: so they are a crowd earlier.
 
 Blocks that make less than a twentieth of the prompt are not credited. Else the few that all
 chats begin with would draw everything to one worker as long as there is little to do, and
@@ -43,10 +46,13 @@ HELD_TOKEN_COST = 0.1
 
 # How uneven the requests in flight may be before that alone makes a worker dearer, and
 # the price of each request beyond, in tokens of prefill. A few are no crowd, however idle
-# the other workers are.
+# the other workers are. The figures are those with which benchmarks.replay finds the caches
+# used best without anybody waiting longer than with least-loaded.
 EVEN_ENOUGH = 1.5
 FEW_REQUESTS = 4
 CROWD_TOKENS = 512
+FEW_FOLLOWERS = 3
+FOLLOWER_TOKENS = 1536
 
 # What share of the prompt is worth going after.
 WORTH_FOLLOWING = 0.05
@@ -107,19 +113,33 @@ def cost_of(
     request that it is about to encode anyway. ``mean_requests`` is the mean over all
     workers of the requests in flight, this one included; without it nobody is crowded.
     """
+    # Called for every worker at every decision: comparisons, not calls of max.
+    known = overlap_blocks + promised_blocks
     credit = block_size * settings.overlap_score_credit
-    if (overlap_blocks + promised_blocks) * block_size < num_tokens * WORTH_FOLLOWING:
+    if known * block_size < num_tokens * WORTH_FOLLOWING:
         credit = 0.0
-    own = max(0.0, num_tokens - (overlap_blocks + promised_blocks) * credit)
-    encoder = image_tokens * settings.encoder_load_scale
-    promised = promised_blocks * credit + queued_image_tokens * settings.encoder_load_scale
-    waiting = max(0.0, load.prefill_tokens - promised)
-    held = max(load.blocks, load.engine_blocks) * block_size * HELD_TOKEN_COST
-    crowd = 0.0
-    if overlap_blocks:
-        even = max(FEW_REQUESTS, EVEN_ENOUGH * mean_requests)
-        crowd = max(0.0, load.requests + 1 - even) * CROWD_TOKENS
-    return settings.prefill_load_scale * (own + encoder) + waiting + held + crowd
+    own = num_tokens - known * credit
+    if own < 0.0:
+        own = 0.0
+    encoder_scale = settings.encoder_load_scale
+    cost = settings.prefill_load_scale * (own + image_tokens * encoder_scale)
+    requests, queued, blocks, engine_blocks = load
+    waiting = queued - promised_blocks * credit - queued_image_tokens * encoder_scale
+    if waiting > 0.0:
+        cost += waiting
+    held = blocks if blocks > engine_blocks else engine_blocks
+    cost += held * block_size * HELD_TOKEN_COST
+    if known:
+        few, price = (
+            (FEW_FOLLOWERS, FOLLOWER_TOKENS)
+            if promised_blocks
+            else (FEW_REQUESTS, CROWD_TOKENS)
+        )
+        even = EVEN_ENOUGH * mean_requests
+        crowd = requests + 1 - (even if even > few else few)
+        if crowd > 0:
+            cost += crowd * price
+    return cost
 
 
 def choose(

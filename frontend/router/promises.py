@@ -7,7 +7,6 @@ comes from the workers' events alone.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +107,13 @@ def _promised_from(
     start: int, digests: Sequence[bytes], promised: Container[bytes]
 ) -> int:
     # A promise is made of all leading blocks of a prompt, and each digest covers those
-    # before it: where one is promised, so are all before it, and for as long.
-    return bisect_left(
-        range(start, len(digests)), True, key=lambda place: digests[place] not in promised
-    )
+    # before it: where one is promised, so are all before it, and for as long. ``bisect``
+    # would need a Python call for each comparison.
+    low, high = start + 1, len(digests)
+    while low < high:
+        middle = (low + high) // 2
+        if digests[middle] in promised:
+            low = middle + 1
+        else:
+            high = middle
+    return low - start

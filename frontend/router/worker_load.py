@@ -50,6 +50,8 @@ class LoadBook:
         self._charges: dict[str, _Charge] = {}
         self._accounts: dict[str, _Account] = {}
         self._others: dict[str, WorkerLoad] = {}
+        self._sums: dict[str, WorkerLoad] = {}
+        """What ``load`` returned since the worker's load last changed."""
 
     def __len__(self) -> int:
         """Count this frontend's requests in flight."""
@@ -63,6 +65,7 @@ class LoadBook:
         account.prefill_tokens += prefill_tokens
         account.blocks += blocks
         account.request_ids[request_id] = None
+        self._sums.pop(worker, None)
 
     def first_token(self, request_id: str) -> None:
         """Take the prefill charge away: the prompt has been computed."""
@@ -70,12 +73,14 @@ class LoadBook:
         if charge is not None:
             self._accounts[charge.worker].prefill_tokens -= charge.prefill_tokens
             charge.prefill_tokens = 0
+            self._sums.pop(charge.worker, None)
 
     def finish(self, request_id: str) -> None:
         """Take all that the request was charged away."""
         charge = self._charges.pop(request_id, None)
         if charge is None:
             return
+        self._sums.pop(charge.worker, None)
         account = self._accounts[charge.worker]
         account.prefill_tokens -= charge.prefill_tokens
         account.blocks -= charge.blocks
@@ -85,6 +90,7 @@ class LoadBook:
 
     def report(self, worker: str, report: LoadReport, own_name: str) -> None:
         """Take over what a worker says of the frontends other than ``own_name``."""
+        self._sums.pop(worker, None)
         others = [share for name, share in report.shares.items() if name != own_name]
         load = WorkerLoad(
             requests=sum(share.requests for share in others),
@@ -100,6 +106,7 @@ class LoadBook:
     def drop_worker(self, worker: str) -> list[str]:
         """Forget a lost worker; return its requests in the order they were charged."""
         self._others.pop(worker, None)
+        self._sums.pop(worker, None)
         account = self._accounts.pop(worker, None)
         if account is None:
             return []
@@ -123,6 +130,14 @@ class LoadBook:
 
     def load(self, worker: str) -> WorkerLoad:
         """Return what all frontends have in flight; an unknown worker has nothing."""
+        load = self._sums.get(worker)
+        if load is None:
+            load = self._sum(worker)
+            if worker in self._accounts or worker in self._others:
+                self._sums[worker] = load
+        return load
+
+    def _sum(self, worker: str) -> WorkerLoad:
         own, others = self.own(worker), self._others.get(worker)
         if others is None:
             return own

@@ -102,6 +102,15 @@ def test_a_few_requests_are_no_crowd_however_idle_the_others_are():
     assert cost(1000, overlap=10, load=WorkerLoad(requests=4), mean_requests=0.6) == 680 + 512
 
 
+def test_those_who_follow_what_is_still_computed_are_a_crowd_earlier():
+    load = WorkerLoad(requests=4, prefill_tokens=1000)
+    # Five with this one, 1.5 * 2 = 3 are even enough; 320 tokens of the queue are its own.
+    assert cost(1000, promised=10, load=load, mean_requests=2) == 680 + 680 + 2 * 1536
+    # Of four with this one, three are few.
+    three = WorkerLoad(requests=3, prefill_tokens=320)
+    assert cost(1000, overlap=5, promised=10, load=three, mean_requests=1) == 520 + 1536
+
+
 def test_a_crowd_that_no_cached_block_has_drawn_is_only_load():
     assert cost(1000, load=WorkerLoad(requests=9), mean_requests=1) == 1000
 

@@ -95,7 +95,7 @@ def test_confirmed_blocks_replace_promised_ones():
 def test_a_burst_of_one_unseen_prompt_goes_to_few_workers():
     router, _ = make_router()
     taken = Counter(route(router, f"r{n}", prompt("a", 4000)).worker for n in range(50))
-    assert 2 <= len(taken) <= 5
+    assert 2 <= len(taken) <= 6
     assert max(taken.values()) <= 17
 
 
