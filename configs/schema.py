@@ -44,6 +44,12 @@ class DiscoverySettings(_Settings):
         "(default: made once in the registry directory).",
         env="FOVEAL_MM_IDENTITY_SEED_FILE",
     )
+    secure_keys: Path | None = setting(
+        None,
+        "Directory of keys made by python -m transfer.make_keys: requests and KV events "
+        "over TCP are encrypted, and only between holders of these keys.",
+        env="FOVEAL_SECURE_KEYS",
+    )
 
 
 class FrontendConfig(DiscoverySettings):
@@ -150,6 +156,11 @@ class WorkerConfig(DiscoverySettings):
         "TCP port for requests; KV events take a free one (default: sockets in the "
         "registry directory, for frontends of the same host).",
         env="FOVEAL_WORKER_PORT", ge=0, le=65535,
+    )
+    insecure: bool = setting(
+        False,
+        "Listen beyond this host without --secure-keys: whoever reaches the ports reads "
+        "prompts and sends requests.",
     )
     mm_worker_cache_gb: float | None = setting(
         None,

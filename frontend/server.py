@@ -41,6 +41,7 @@ from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
 from frontend.worker_pool import WorkerPool
+from transfer.access import frontend_access
 from transfer.arena import Arena
 from transfer.arena_file import sweep_dead_arenas
 from transfer.engine_facts import shared_facts
@@ -67,6 +68,7 @@ async def serve(
     except OSError as error:
         raise BadSetting(f"cannot listen on port {args.port}: {error.strerror}") from error
     registry = Registry(settings.registry, settings.namespace)
+    access = frontend_access(settings.secure_keys)
     config = frontend_config(args)
     if config.model_config.runner_type != "generate":
         raise BadSetting(f"{args.model} does not generate text; only such models are routed")
@@ -105,7 +107,7 @@ async def serve(
         )
         nixl = NixlOffers(arena, settings.mm_transfer)
         pool = WorkerPool(
-            hello, registry, settings.worker, shared_facts(config), client, nixl
+            hello, registry, settings.worker, shared_facts(config), client, nixl, access
         )
         client.start(pool, llm.learn)
         REGISTRY.register(FleetCollector(pool, router.plane, cache, arena, nixl))
