@@ -23,6 +23,7 @@ from vllm.entrypoints.launchers.launcher import setup_server
 
 from configs.flags import BadSetting
 from configs.schema import FrontendConfig
+from frontend.admission import Admission, FleetLoad, limits_from
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.embedding_checks import limits_of
 from frontend.engine_client import RoutedEngineClient
@@ -116,7 +117,8 @@ async def serve(
             if preprocessing is not None:
                 await preprocessing.start()
                 preprocess_beside(llm.renderer, preprocessing, cache)
-            with our_app(fleet_routes(client)):
+            admission = Admission(limits_from(settings), llm, lambda: fleet_load(client))
+            with our_app(fleet_routes(client), admission):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)
             await shutdown
         finally:
@@ -129,6 +131,18 @@ async def serve(
             await preprocessing.close()
         if arena is not None:
             arena.close()
+
+
+def fleet_load(client: RoutedEngineClient) -> FleetLoad:
+    """What the ready workers have in flight, as far as it is known here."""
+    book = client.router.load
+    loads = [book.load(name) for name in client.pool.ready_workers()]
+    return FleetLoad(
+        workers=len(loads),
+        requests=sum(load.requests for load in loads),
+        own_requests=len(book),
+        prefill_tokens=sum(load.prefill_tokens for load in loads),
+    )
 
 
 def _make_router(settings: FrontendConfig) -> Router:

@@ -38,6 +38,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from configs.flags import BadSetting, sentence_of
+from frontend.admission import Admission
+from frontend.admission_middleware import AdmissionMiddleware
 from frontend.embedding_checks import EmbeddingLimits, check_embedding_data, limits_of
 from frontend.engine_client import RoutedEngineClient
 from frontend.media.lazy_image import ImageUnreadable
@@ -223,14 +225,16 @@ def _reuse_tokenization(renderer: Any) -> None:
 
 
 @contextmanager
-def our_app(routes: APIRouter) -> Iterator[None]:
-    """Within, the app that vLLM builds has our routes and our response headers."""
+def our_app(routes: APIRouter, admission: Admission) -> Iterator[None]:
+    """Within, the app that vLLM builds has our routes, response headers and admission."""
     build = entry.__dict__["build_app"]
 
     def build_app(args: Any, *rest: Any, **kwargs: Any) -> FastAPI:
         # Named, because vLLM's app takes no middleware once it is built.
-        args.middleware = [*args.middleware, _name_of(ReceiptMiddleware)]
+        ours = [_name_of(each) for each in (ReceiptMiddleware, AdmissionMiddleware)]
+        args.middleware = [*args.middleware, *ours]
         app = build(args, *rest, **kwargs)
+        app.state.admission = admission
         app.include_router(routes)
         return app
 
