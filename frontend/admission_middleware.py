@@ -172,6 +172,7 @@ def _is_work(scope: Scope) -> bool:
 
 def _with_retry_after(start: Message) -> Message:
     headers = list(start.get("headers", ()))
-    if start["status"] in _SENT_AWAY and not any(n.lower() == b"retry-after" for n, _ in headers):
+    has_one = any(name.lower() == b"retry-after" for name, _ in headers)
+    if start["status"] in _SENT_AWAY and not has_one:
         headers.append((b"retry-after", str(RETRY_AFTER_SECONDS).encode()))
     return {**start, "headers": headers}

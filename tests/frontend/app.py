@@ -28,7 +28,7 @@ from frontend.media.url_policy import UrlPolicy
 from frontend.metrics import FrontendMetrics
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
-from frontend.vllm_seams import frontend_config, make_llm
+from frontend.vllm_seams import RoutedLLM, frontend_config, make_llm
 from tests.fakes import HASHER
 from transfer.arena import Arena
 
@@ -42,6 +42,8 @@ class App:
     http: httpx.AsyncClient
     cache: ArenaProcessorCache
     renderer: BaseRenderer[Any]
+    llm: RoutedLLM
+    arena: Arena
 
     async def render(self, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/chat/completions/render", json=body(parts, fields))
@@ -88,9 +90,9 @@ def in_place(data: bytes, **fields: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_app() -> AsyncIterator[App]:
+async def running_app(*more_flags: str) -> AsyncIterator[App]:
     write_checkpoint(CHECKPOINT)
-    flags = ("--enable-scale-out", "--trust-request-mm-kwargs")
+    flags = ("--enable-scale-out", "--trust-request-mm-kwargs", *more_flags)
     _, args = parse(["--model", str(CHECKPOINT), *flags])
     config = frontend_config(args)
     arena = Arena(64 << 20)
@@ -114,7 +116,7 @@ async def running_app() -> AsyncIterator[App]:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://frontend", timeout=60
         ) as http:
-            yield App(http, cache, llm.renderer)
+            yield App(http, cache, llm.renderer, llm, arena)
     finally:
         llm.shutdown()
         await remote.close()

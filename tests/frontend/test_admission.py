@@ -136,7 +136,7 @@ def test_requests_on_their_way_to_the_fleet_count_there() -> None:
 
 def test_vllms_own_limit_counts_what_vllm_does_not_know_of_yet() -> None:
     engine = Engine(limit=3)
-    admission, registry = make(LIMITS, engine)
+    admission, _ = make(LIMITS, engine)
     with admission.entered(), admission.entered():
         engine.unfinished = 1
         assert refusal(admission) is None

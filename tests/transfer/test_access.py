@@ -149,7 +149,7 @@ def test_a_secret_is_not_shown(keys: Path) -> None:
 def test_an_address_open_to_other_hosts_needs_keys(address: str, keys: Path) -> None:
     with zmq.Context() as context:
         for end in (WorkerLink, KvPublisher):
-            with pytest.raises(TransferError, match="--secure-keys.*--insecure"):
+            with pytest.raises(TransferError, match=r"--secure-keys.*--insecure"):
                 end(context, address)
     Access(insecure=True).check(address)
     worker_access(keys).check(address)
@@ -163,9 +163,9 @@ def test_an_address_of_this_host_does_not(address: str) -> None:
 
 
 def test_what_is_told_to_be_insecure_listens_everywhere() -> None:
-    with zmq.Context() as context:
-        with closing(WorkerLink(context, "tcp://0.0.0.0:*", Access(insecure=True))) as link:
-            assert link.address.startswith("tcp://0.0.0.0:")
+    access = Access(insecure=True)
+    with zmq.Context() as context, closing(WorkerLink(context, "tcp://*:*", access)) as link:
+        assert link.address.startswith("tcp://")
 
 
 async def test_holders_of_the_keys_speak_with_each_other(guarded: Guarded, keys: Path) -> None:
