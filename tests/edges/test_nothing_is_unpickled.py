@@ -71,7 +71,8 @@ def test_no_module_calls_what_unpickles_or_runs_what_it_is_given(path: Path) -> 
 @pytest.mark.parametrize(
     "code",
     [
-        "eval(x)", "exec(x)", "torch.load(f)", "np.load(f)", "numpy.load(f, allow_pickle=True)",
+        "eval(x)", "exec(x)", "torch.load(f)", "np.load(f)",
+        "numpy.load(f, allow_pickle=True)",
         "socket.recv_pyobj()", "self._socket.send_pyobj(x)", "yaml.load(f)",
         "from concurrent.futures import ProcessPoolExecutor\nProcessPoolExecutor()",
         "concurrent.futures.ProcessPoolExecutor()", "safe(x, weights_only=False)",
