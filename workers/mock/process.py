@@ -62,6 +62,8 @@ def run_mock_workers(settings: WorkerConfig, args: argparse.Namespace) -> int:
     """
     registry = Registry(settings.registry, settings.namespace)
     access = worker_access(settings.secure_keys, insecure=settings.insecure)
+    if settings.port is not None:
+        access.check(f"tcp://{settings.host}:{settings.port}")
     prefix = f"mock-worker-{os.getpid()}-{secrets.token_hex(3)}"
     names = [f"{prefix}-{number}" for number in range(1, settings.mock_workers + 1)]
     sockets = {name: registry.socket_directory(name) for name in names}
