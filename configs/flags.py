@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseModel]) -> Non
     for name, field in settings.model_fields.items():
         env = _env_name(field)
         text = field.description or ""
-        if field.default not in (None, (), False):
+        if field.default not in (None, ()) and field.default is not False:
             text += f" Default: {field.default}."
         if env:
             text += f" Environment: {env}."
