@@ -10,6 +10,7 @@ exceptions.GracefulHTTPError.
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -54,26 +55,25 @@ class AdmissionMiddleware:
         if admission is None:
             await self._app(scope, receive, send)
             return
-        with admission.body() as body:
+        refusal: GracefulHTTPError | None
+        with admission.body() as body, ExitStack() as under_way:
             try:
                 body.grow_to(_announced(scope))
-                if not _is_work(scope):
-                    await self._serve(admission, body, scope, receive, send)
-                    return
-                with admission.entered():
-                    await self._serve(admission, body, scope, receive, send)
-            except GracefulHTTPError as refusal:
-                if isinstance(refusal, NotAdmitted):  # vLLM counts its own
-                    admission.refused.labels(refusal.reason).inc()
-                await _refuse(refusal, scope, receive, send)
+                if _is_work(scope):
+                    under_way.enter_context(admission.entered())
+            except GracefulHTTPError as error:
+                refusal = error
+            else:
+                refusal = await self._serve(admission, body, scope, receive, send)
+        if isinstance(refusal, NotAdmitted):  # vLLM counts its own
+            admission.refused.labels(refusal.reason).inc()
+        if refusal is not None:
+            await _refuse(refusal, scope, receive, send)
 
     async def _serve(
         self, admission: Admission, body: Body, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """
-        Raises:
-            NotAdmitted: the body was too large or too slow, and nothing was answered yet.
-        """
+    ) -> NotAdmitted | None:
+        """Have the app answer; returns why its body is refused, if nothing was answered."""
         arriving = _Arriving(admission, body, receive)
         started = False
 
@@ -91,8 +91,7 @@ class AdmissionMiddleware:
         except NotAdmitted:
             if started:
                 raise RuntimeError("a body was refused after its answer had begun") from None
-        if arriving.refusal is not None and not started:
-            raise arriving.refusal
+        return arriving.refusal if not started else None
 
 
 class _Arriving:
