@@ -146,8 +146,8 @@ class FrontendConfig(DiscoverySettings):
     )
     max_bodies_gb: float = setting(
         2.0,
-        "Bodies of the HTTP requests that one frontend process works on, together, GiB; "
-        "beyond it, 503.",
+        "Bodies of the HTTP requests that one frontend process works on and media fetched "
+        "for them, together, GiB; beyond it, 503.",
         env="FOVEAL_MAX_BODIES_GB", gt=0.0,
     )
     max_body_seconds: float = setting(

@@ -1,8 +1,8 @@
 """Who is let in: bounds on what a frontend works on, checked before a body is read.
 
-What is bounded here is what nobody behind it bounds: HTTP requests and the bytes of their
-bodies, which stay in memory as long as the request, and what all frontends together have
-given the workers. vLLM's own limits (``--max-num-queued-reqs``, ``--max-num-queued-tokens``)
+What is bounded here is what nobody behind it bounds: HTTP requests, the bytes of their
+bodies and of the media they name, which stay in memory as long as the request, and what all
+frontends together have given the workers. vLLM's own limits (``--max-num-queued-reqs``, ``--max-num-queued-tokens``)
 are asked too, with the requests counted that vLLM does not know of yet: those that are
 still being read, fetched and processed.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
@@ -101,7 +102,8 @@ class Admission:
         )
         for name, text, count in (
             ("foveal_http_requests", "HTTP requests under way.", lambda: self.requests),
-            ("foveal_http_body_bytes", "Bytes of bodies of requests under way.",
+            ("foveal_http_body_bytes",
+             "Bytes of bodies of requests under way, and of media fetched for them.",
              lambda: self.body_bytes),
         ):
             Gauge(name, text, registry=registry).set_function(count)
@@ -125,10 +127,12 @@ class Admission:
     def body(self) -> Iterator[Body]:
         """Within, the body of a request takes memory."""
         body = Body(self)
+        token = current_body.set(body)
         try:
             yield body
         finally:
-            self.body_bytes -= body.nbytes
+            current_body.reset(token)
+            body.end()
 
     def _check(self) -> None:
         limits = self.limits
@@ -153,11 +157,13 @@ class Admission:
 
 
 class Body:
-    """The bytes of one request's body, as far as they are known."""
+    """The bytes of one request's body, and of the media fetched for it."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self.nbytes = 0
+        self._arrived = 0
+        self._counted = 0
+        self._ended = False
 
     def grow_to(self, nbytes: int) -> None:
         """Count a body of ``nbytes``, of which some may have been counted already.
@@ -172,11 +178,33 @@ class Body:
                 f"A request may have {limits.request_bytes / MIB:g} MiB (--max-request-mb).",
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             )
-        more = max(0, nbytes - self.nbytes)
-        if self._admission.body_bytes + more > limits.body_bytes:
+        self._add(max(0, nbytes - self._arrived))
+        self._arrived = max(self._arrived, nbytes)
+
+    def fetched(self, nbytes: int) -> None:
+        """Count media that stay in memory as long as the request.
+
+        Raises:
+            NotAdmitted: there is no room for them (503).
+        """
+        self._add(nbytes)
+
+    def end(self) -> None:
+        """The request is over: what is still being fetched for it counts no more."""
+        self._ended = True
+        self._admission.body_bytes -= self._counted
+
+    def _add(self, nbytes: int) -> None:
+        if self._ended:
+            return
+        if self._admission.body_bytes + nbytes > self._admission.limits.body_bytes:
             raise _busy("body bytes", "the requests under way take as much memory as they may")
-        self._admission.body_bytes += more
-        self.nbytes += more
+        self._admission.body_bytes += nbytes
+        self._counted += nbytes
+
+
+current_body: ContextVar[Body | None] = ContextVar("current_body", default=None)
+"""Set while an HTTP request is served. Tasks made for it inherit it."""
 
 
 def too_slow(seconds: float) -> NotAdmitted:

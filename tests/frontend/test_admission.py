@@ -9,7 +9,14 @@ from prometheus_client import CollectorRegistry
 from vllm.exceptions import GracefulHTTPError, QueueOverflowError
 
 from configs.schema import FrontendConfig
-from frontend.admission import Admission, AdmissionLimits, FleetLoad, NotAdmitted, limits_from
+from frontend.admission import (
+    Admission,
+    AdmissionLimits,
+    FleetLoad,
+    NotAdmitted,
+    current_body,
+    limits_from,
+)
 
 LIMITS = AdmissionLimits(request_bytes=100, requests=4, body_bytes=250, body_seconds=1.0)
 
@@ -96,6 +103,23 @@ def test_all_bodies_together_are_bounded() -> None:
         with pytest.raises(NotAdmitted) as refused:
             third.grow_to(51)
         assert (refused.value.reason, refused.value.http_status) == ("body bytes", 503)
+    assert admission.body_bytes == 0
+
+
+def test_media_that_a_request_names_count_until_its_end() -> None:
+    admission, _ = make()
+    assert current_body.get() is None
+    with admission.body() as body:
+        body.grow_to(100)
+        assert current_body.get() is body
+        body.fetched(150)
+        body.grow_to(100)
+        assert admission.body_bytes == 250
+        with pytest.raises(NotAdmitted) as refused:
+            body.fetched(1)
+        assert refused.value.http_status == 503
+    assert current_body.get() is None
+    body.fetched(1)  # by a task that has outlived its request
     assert admission.body_bytes == 0
 
 
