@@ -2,9 +2,9 @@
 
 What is bounded here is what nobody behind it bounds: HTTP requests, the bytes of their
 bodies and of the media they name, which stay in memory as long as the request, and what all
-frontends together have given the workers. vLLM's own limits (``--max-num-queued-reqs``, ``--max-num-queued-tokens``)
-are asked too, with the requests counted that vLLM does not know of yet: those that are
-still being read, fetched and processed.
+frontends together have given the workers. vLLM's own limits (``--max-num-queued-reqs``,
+``--max-num-queued-tokens``) are asked too, with the requests counted that vLLM does not know
+of yet: those that are still being read, fetched and processed.
 
 vLLM names relied on: AsyncLLM.check_admission (raises GracefulHTTPError),
 get_num_unfinished_requests; exceptions.GracefulHTTPError.
