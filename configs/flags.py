@@ -25,22 +25,16 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[BaseModel]) -> Non
     for name, field in settings.model_fields.items():
         env = _env_name(field)
         text = field.description or ""
-        if field.default is not None and field.default != ():
+        if field.default not in (None, ()) and field.default is not False:
             text += f" Default: {field.default}."
         if env:
             text += f" Environment: {env}."
-        repeated: dict[str, Any] = (
-            {"action": "extend", "nargs": "+"}
-            if get_origin(field.annotation) is tuple
-            else {}
-        )
         group.add_argument(
             flag_of(name),
             dest=name,
             default=None,
-            metavar=_metavar(field),
             help=text.replace("%", "%%"),
-            **repeated,
+            **_taken(field),
         )
 
 
@@ -90,6 +84,15 @@ def flag_of(name: str) -> str:
 def _env_name(field: FieldInfo) -> str | None:
     extra = field.json_schema_extra
     return str(extra["env"]) if isinstance(extra, dict) and extra.get("env") else None
+
+
+def _taken(field: FieldInfo) -> dict[str, Any]:
+    """How many values a flag takes, and what help calls them."""
+    if field.annotation is bool:
+        return {"action": "store_const", "const": True}
+    if get_origin(field.annotation) is tuple:
+        return {"action": "extend", "nargs": "+", "metavar": _metavar(field)}
+    return {"metavar": _metavar(field)}
 
 
 def _metavar(field: FieldInfo) -> str:

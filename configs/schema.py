@@ -44,6 +44,12 @@ class DiscoverySettings(_Settings):
         "(default: made once in the registry directory).",
         env="FOVEAL_MM_IDENTITY_SEED_FILE",
     )
+    secure_keys: Path | None = setting(
+        None,
+        "Directory of keys made by python -m transfer.make_keys: requests and KV events "
+        "over TCP are encrypted, and only between holders of these keys.",
+        env="FOVEAL_SECURE_KEYS",
+    )
 
 
 class FrontendConfig(DiscoverySettings):
@@ -129,6 +135,37 @@ class FrontendConfig(DiscoverySettings):
         60.0, "Seconds an image may wait and be processed before its request is answered "
         "503.", gt=0.0,
     )
+    max_request_mb: float = setting(
+        64.0, "Largest body of an HTTP request, MiB; larger ones are refused unread (413).",
+        env="FOVEAL_MAX_REQUEST_MB", gt=0.0,
+    )
+    max_requests: int = setting(
+        4096,
+        "HTTP requests that one frontend process works on at a time; beyond it, 503.",
+        env="FOVEAL_MAX_REQUESTS", ge=1,
+    )
+    max_bodies_gb: float = setting(
+        2.0,
+        "Bodies of the HTTP requests that one frontend process works on and media fetched "
+        "for them, together, GiB; beyond it, 503.",
+        env="FOVEAL_MAX_BODIES_GB", gt=0.0,
+    )
+    max_body_seconds: float = setting(
+        120.0, "Seconds that the body of an HTTP request may take to arrive; then 408.",
+        gt=0.0,
+    )
+    max_requests_per_worker: int | None = setting(
+        None,
+        "Requests in flight from all frontends, for each ready worker; beyond it, 429 "
+        "(default: no limit).",
+        env="FOVEAL_MAX_REQUESTS_PER_WORKER", ge=1,
+    )
+    max_prefill_tokens_per_worker: int | None = setting(
+        None,
+        "Prompt tokens still to be computed for all frontends, for each ready worker; "
+        "beyond it, 429 (default: no limit).",
+        env="FOVEAL_MAX_PREFILL_TOKENS_PER_WORKER", ge=1,
+    )
     worker: tuple[str, ...] = setting(
         (), "Address of a worker, tcp://host:port, besides those in the registry. May be "
         "repeated.",
@@ -150,6 +187,11 @@ class WorkerConfig(DiscoverySettings):
         "TCP port for requests; KV events take a free one (default: sockets in the "
         "registry directory, for frontends of the same host).",
         env="FOVEAL_WORKER_PORT", ge=0, le=65535,
+    )
+    insecure: bool = setting(
+        False,
+        "Listen beyond this host without --secure-keys: whoever reaches the ports reads "
+        "prompts and sends requests.",
     )
     mm_worker_cache_gb: float | None = setting(
         None,

@@ -23,6 +23,8 @@ def launch(arguments: Sequence[str], *, one_of_several: bool = False) -> int:
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
     # Ours (frontend/media/connector.py), unless the operator has chosen one.
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", "foveal")
+    # It would have vLLM unpickle what clients send to its token-in endpoint.
+    os.environ.pop("VLLM_ALLOW_INSECURE_SERIALIZATION", None)
 
     import uvloop
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup

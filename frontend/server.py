@@ -23,6 +23,7 @@ from vllm.entrypoints.launchers.launcher import setup_server
 
 from configs.flags import BadSetting
 from configs.schema import FrontendConfig
+from frontend.admission import Admission, FleetLoad, limits_from
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.embedding_checks import limits_of
 from frontend.engine_client import RoutedEngineClient
@@ -41,6 +42,7 @@ from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
 from frontend.worker_pool import WorkerPool
+from transfer.access import frontend_access
 from transfer.arena import Arena
 from transfer.arena_file import sweep_dead_arenas
 from transfer.engine_facts import shared_facts
@@ -67,6 +69,7 @@ async def serve(
     except OSError as error:
         raise BadSetting(f"cannot listen on port {args.port}: {error.strerror}") from error
     registry = Registry(settings.registry, settings.namespace)
+    access = frontend_access(settings.secure_keys)
     config = frontend_config(args)
     if config.model_config.runner_type != "generate":
         raise BadSetting(f"{args.model} does not generate text; only such models are routed")
@@ -105,7 +108,7 @@ async def serve(
         )
         nixl = NixlOffers(arena, settings.mm_transfer)
         pool = WorkerPool(
-            hello, registry, settings.worker, shared_facts(config), client, nixl
+            hello, registry, settings.worker, shared_facts(config), client, nixl, access
         )
         client.start(pool, llm.learn)
         REGISTRY.register(FleetCollector(pool, router.plane, cache, arena, nixl))
@@ -114,7 +117,8 @@ async def serve(
             if preprocessing is not None:
                 await preprocessing.start()
                 preprocess_beside(llm.renderer, preprocessing, cache)
-            with our_app(fleet_routes(client)):
+            admission = Admission(limits_from(settings), llm, lambda: fleet_load(client))
+            with our_app(fleet_routes(client), admission):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)
             await shutdown
         finally:
@@ -127,6 +131,18 @@ async def serve(
             await preprocessing.close()
         if arena is not None:
             arena.close()
+
+
+def fleet_load(client: RoutedEngineClient) -> FleetLoad:
+    """What the ready workers have in flight, as far as it is known here."""
+    book = client.router.load
+    loads = [book.load(name) for name in client.pool.ready_workers()]
+    return FleetLoad(
+        workers=len(loads),
+        requests=sum(load.requests for load in loads),
+        own_requests=len(book),
+        prefill_tokens=sum(load.prefill_tokens for load in loads),
+    )
 
 
 def _make_router(settings: FrontendConfig) -> Router:

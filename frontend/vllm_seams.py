@@ -12,7 +12,7 @@ BaseRenderer._process_mm_uuids, start_mm_warmup_in_background, mm_processor and 
 info.parse_mm_data; BaseMultiModalProcessor.apply (called by
 BaseRenderer._process_multimodal); BaseRenderer._tokenize_prompt, _tokenize_prompt_async,
 _wants_offsets, _build_tokens_prompt, _executor; TokenizeParams.get_encode_kwargs;
-async_utils.make_async; AsyncLLM.check_health, _add_request;
+async_utils.make_async; exceptions.VLLMValidationError; AsyncLLM.check_health, _add_request;
 InputProcessor.mm_encoder_cache_size; AsyncEngineArgs.create_model_config.
 """
 
@@ -26,6 +26,7 @@ from fastapi import APIRouter, FastAPI
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.renderers import base as renderers_base
 from vllm.tasks import SupportedTask
@@ -38,9 +39,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import Executor
 
 from configs.flags import BadSetting, sentence_of
+from frontend.admission import Admission
+from frontend.admission_middleware import AdmissionMiddleware
 from frontend.embedding_checks import EmbeddingLimits, check_embedding_data, limits_of
 from frontend.engine_client import RoutedEngineClient
 from frontend.media.lazy_image import ImageUnreadable
+from frontend.placeholder_checks import check_placeholders, image_token_of
 from frontend.receipt import ReceiptMiddleware
 from frontend.segment_tokenizer import SHORTEST_TEXT, segment_tokenizer
 from transfer.messages import WorkerFacts
@@ -138,7 +142,7 @@ def make_llm(
             usage_context=UsageContext.OPENAI_API_SERVER,
         )
     _separate_uuids(llm.renderer)
-    _name_unreadable_images(llm.renderer)
+    _name_what_is_wrong(llm.renderer, image_token_of(config.model_config.hf_config))
     _check_embeddings(llm.renderer, limits_of(config.model_config))
     _reuse_tokenization(llm.renderer)
     return llm
@@ -174,10 +178,11 @@ def _separate_uuids(renderer: Any) -> None:
     renderer._process_mm_uuids = process_and_mark
 
 
-def _name_unreadable_images(renderer: Any) -> None:
-    """Answer for an image that turns out to be damaged as if it had been decoded at once.
+def _name_what_is_wrong(renderer: Any, image_token: int | None) -> None:
+    """Answer for what clients send with its cause, which vLLM's processor does not name.
 
-    It is decoded within the processor, whose error would say anything but that.
+    An image that turns out to be damaged is answered as if it had been decoded at once: it
+    is decoded within the processor, whose error would say anything but that.
     """
     processor = renderer.mm_processor
     if processor is None:
@@ -186,14 +191,20 @@ def _name_unreadable_images(renderer: Any) -> None:
 
     def apply_and_name(*args: Any, **kwargs: Any) -> Any:
         try:
-            return apply(*args, **kwargs)
+            processed = apply(*args, **kwargs)
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None:
                 if isinstance(cause, ImageUnreadable):
                     raise cause from None
                 cause = cause.__cause__ or cause.__context__
+            if type(error) is ValueError and isinstance(error.__cause__, ValueError):
+                text = f"The model's processor refuses an item: {error.__cause__}"
+                raise VLLMValidationError(text) from error
             raise
+        if image_token is not None:
+            check_placeholders(processed, image_token)
+        return processed
 
     processor.apply = apply_and_name
 
@@ -223,14 +234,16 @@ def _reuse_tokenization(renderer: Any) -> None:
 
 
 @contextmanager
-def our_app(routes: APIRouter) -> Iterator[None]:
-    """Within, the app that vLLM builds has our routes and our response headers."""
+def our_app(routes: APIRouter, admission: Admission) -> Iterator[None]:
+    """Within, the app that vLLM builds has our routes, response headers and admission."""
     build = entry.__dict__["build_app"]
 
     def build_app(args: Any, *rest: Any, **kwargs: Any) -> FastAPI:
         # Named, because vLLM's app takes no middleware once it is built.
-        args.middleware = [*args.middleware, _name_of(ReceiptMiddleware)]
+        ours = [_name_of(each) for each in (ReceiptMiddleware, AdmissionMiddleware)]
+        args.middleware = [*args.middleware, *ours]
         app = build(args, *rest, **kwargs)
+        app.state.admission = admission
         app.include_router(routes)
         return app
 

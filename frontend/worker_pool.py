@@ -19,7 +19,8 @@ import msgspec
 import zmq
 
 from frontend.nixl_offers import NixlOffers
-from transfer.errors import BadMessage
+from transfer.access import Access
+from transfer.errors import BadMessage, TransferError
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
 from transfer.messages import (
     Bye,
@@ -44,6 +45,8 @@ SILENT_SECONDS = 3.0
 """A worker that has not answered for this long is lost, ..."""
 SILENT_SECONDS_ALIVE = 15.0
 """... unless its process is known to live on this host: then it may only be starved."""
+
+_UNPROTECTED = Access()
 
 
 class PoolEvents(Protocol):
@@ -118,6 +121,7 @@ class WorkerPool:
         expected: Mapping[str, object],
         events: PoolEvents,
         nixl: NixlOffers,
+        access: Access = _UNPROTECTED,
     ) -> None:
         """``expected``: facts that this frontend's own settings state, by field name."""
         self._hello = hello
@@ -127,6 +131,7 @@ class WorkerPool:
         self._agreed: WorkerFacts | None = None
         self._events = events
         self._nixl = nixl
+        self._access = access
         self._context = zmq.Context()
         self._workers: dict[str, Worker] = {}
         self._some_ready = asyncio.Event()
@@ -181,7 +186,10 @@ class WorkerPool:
             by_address = {r.address: r for r in records.values()}
             for address, record in by_address.items():
                 if address not in self._workers:
-                    self._add(address, record)
+                    try:
+                        self._add(address, record)
+                    except TransferError as error:
+                        logger.error("worker %s cannot be used: %s", record.worker, error)
                 else:
                     self._workers[address].record = record
             for address, worker in list(self._workers.items()):
@@ -205,7 +213,7 @@ class WorkerPool:
                     worker.link.send(Ping())
 
     def _add(self, address: str, record: WorkerRecord | None) -> None:
-        link = FrontendLink(self._context, self._hello.frontend, address)
+        link = FrontendLink(self._context, self._hello.frontend, address, self._access)
         worker = self._workers[address] = Worker(address, link)
         worker.record = record
         link.watch_breaks(lambda: self._lose(worker, "was disconnected"))
@@ -256,14 +264,21 @@ class WorkerPool:
             logger.warning("%s is worker %s once more", worker.address, ready.worker)
             self._remove(worker)
             return
+        try:
+            kv = KvSubscriber(
+                self._context, _reachable(ready.kv_address, worker.address), self._access
+            )
+        except TransferError as error:
+            self._refuse(worker, ready.worker, str(error))
+            return
         worker.refused = ""
         self._agreed = self._agreed or ready.facts
         worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
         worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
-        worker.kv = KvSubscriber(self._context, _reachable(ready.kv_address, worker.address))
+        worker.kv = kv
         self._watch_process(worker)
         worker.tasks += [
-            asyncio.create_task(self._hear_news(worker, worker.kv), name="KV plane"),
+            asyncio.create_task(self._hear_news(worker, kv), name="KV plane"),
             asyncio.create_task(self._prepare(worker, ready.nixl), name="prepare worker"),
         ]
 

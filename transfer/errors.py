@@ -8,6 +8,7 @@ TransferError
 ├── NixlUnavailable  NIXL does not work in this process
 ├── ReadFailed       a READ from another process came to nothing
 ├── BadMessage       bytes that are not a message of ours
+├── BadKeys          the keys of --secure-keys cannot be used
 └── BadSeed          the secret seed of identities cannot be used
 """
 
@@ -42,6 +43,10 @@ class ReadFailed(TransferError):
 
 class BadMessage(TransferError):
     """A frame that does not decode, or refers to what it must not."""
+
+
+class BadKeys(TransferError):
+    """Keys that are missing, are none, or can be read by others."""
 
 
 class BadSeed(TransferError):

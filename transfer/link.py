@@ -4,6 +4,9 @@ A worker binds one ROUTER for requests and one PUB for KV deltas; every frontend
 a DEALER and a SUB. A DEALER's routing id is the frontend's name, so a worker's replies
 find their way and a frontend that reconnects is the same peer.
 
+On TCP both are protected as ``transfer.access`` says: authenticated and encrypted where
+there are keys, else open to this host only.
+
 Sending never waits: messages queue in ZeroMQ, in order, and a peer that does not read is
 found out by its missing heartbeats, not by a blocked sender. What arrives and does not
 decode is counted, logged and dropped; it cannot stop the reader.
@@ -20,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from transfer.errors import BadMessage
+from transfer.access import Access
+from transfer.errors import BadMessage, TransferError
 from transfer.messages import Frame, KvDelta, LoadReport, Message, decode, encode
 from transfer.socket_reader import SocketReader
 
@@ -36,6 +41,18 @@ LAST_WORDS_MS = 200
 OnMessage = Callable[[str, Message, Sequence[Frame]], None]
 """Takes a frontend's name, what it says and the frames behind that."""
 
+REFUSED_SECONDS = 1.0
+"""After so long a worker that has refused this frontend is tried again."""
+
+_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+_UNPROTECTED = Access()
+
 _MAPPED_IPV4 = re.compile(r"^tcp://\[::ffff:([0-9.]+)\]:")
 """How a socket that speaks IPv6 too names an IPv4 address."""
 
@@ -44,6 +61,8 @@ class _Socket:
     """One ZeroMQ socket that carries our messages. Used on one event loop."""
 
     copies_what_it_receives = True
+    refused = False
+    """Whether the keys of both ends do not fit, as far as that has been noticed."""
 
     def __init__(self, context: zmq.Context[Any], kind: int) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Socket(context, kind)
@@ -67,7 +86,8 @@ class _Socket:
             # pyzmq copies frames below 64 KiB and keeps larger ones alive until sent.
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            logger.error("could not send: %s", error)
+            if not self.refused:  # said already
+                logger.error("could not send: %s", error)
         if self._reader is not None:
             self._reader.look_again()
 
@@ -89,29 +109,76 @@ class _Socket:
 class FrontendLink(_Socket):
     """A frontend's end of the line to one worker."""
 
-    _monitor: tuple[zmq.Socket[bytes], SocketReader] | None = None
-
-    def __init__(self, context: zmq.Context[Any], frontend: str, address: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        frontend: str,
+        address: str,
+        access: Access = _UNPROTECTED,
+    ) -> None:
+        """
+        Raises:
+            TransferError: that is no address.
+        """
         super().__init__(context, zmq.DEALER)
         self.address = address
+        self._events: SocketReader | None = None
+        self._again: asyncio.TimerHandle | None = None
         self._socket.setsockopt(zmq.ROUTING_ID, frontend.encode())
-        self._socket.connect(address)
+        # Watched from before it connects: a refusal is told once.
+        name = f"inproc://events-{id(self)}"
+        self._socket.monitor(name, zmq.EVENT_DISCONNECTED | _HANDSHAKES)
+        self._monitor: zmq.Socket[bytes] = zmq.Socket(context, zmq.PAIR)
+        self._monitor.connect(name)
+        try:
+            _connect(self._socket, address, access)
+        except TransferError:
+            self._monitor.close(linger=0)
+            raise
 
     def watch_breaks(self, on_break: Callable[[], None]) -> None:
-        """Call ``on_break`` whenever the connection breaks.
+        """Call ``on_break`` whenever the connection breaks, and log when it is refused.
 
         ZeroMQ makes a new one by itself, but what was under way may be lost.
         """
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._monitor = monitor, SocketReader(monitor, lambda _: on_break(), copy=True)
+
+        def on_event(frames: list[Frame]) -> None:
+            event = parse_monitor_message([bytes(frame) for frame in frames])["event"]
+            if event == zmq.EVENT_DISCONNECTED:
+                on_break()
+            else:
+                self._on_handshake(event)
+
+        self._events = SocketReader(self._monitor, on_event, copy=True)
+
+    def _on_handshake(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.refused = False
+            return
+        if not self.refused:  # it is tried again and again
+            self.refused = True
+            logger.error(
+                "%s and this frontend do not accept each other: both need --secure-keys "
+                "with keys made together, or neither", self.address,
+            )
+        if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._again is None:
+            # After any other failure ZeroMQ gives up: another worker may take its place.
+            loop = asyncio.get_running_loop()
+            self._again = loop.call_later(REFUSED_SECONDS, self._connect_again)
+
+    def _connect_again(self) -> None:
+        self._again = None
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disconnect(self.address)
+        self._socket.connect(self.address)
 
     def close(self) -> None:
-        if self._monitor is not None:
-            monitor, reader = self._monitor
-            reader.close()
-            self._socket.disable_monitor()
-            monitor.close(linger=0)
-            self._monitor = None
+        if self._again is not None:
+            self._again.cancel()
+        if self._events is not None:
+            self._events.close()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
         super().close()
 
     def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
@@ -130,11 +197,18 @@ class WorkerLink(_Socket):
 
     copies_what_it_receives = False  # tensors may be among it
 
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], address: str, access: Access = _UNPROTECTED
+    ) -> None:
+        """
+        Raises:
+            TransferError: other hosts could reach it, and nothing would keep them out.
+            zmq.ZMQError: the address cannot be listened on.
+        """
         super().__init__(context, zmq.ROUTER)
         # A frontend that reconnects takes over from its dead connection.
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.address = _bind(self._socket, address)
+        self.address = _bind(self._socket, address, access)
 
     def close(self) -> None:
         super().close()
@@ -175,9 +249,12 @@ class WorkerLink(_Socket):
 class KvPublisher(_Socket):
     """A worker tells all frontends what its KV cache gained and lost, and how busy it is."""
 
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], address: str, access: Access = _UNPROTECTED
+    ) -> None:
+        """Raises: as ``WorkerLink``."""
         super().__init__(context, zmq.PUB)
-        self.address = _bind(self._socket, address)
+        self.address = _bind(self._socket, address, access)
 
     def close(self) -> None:
         super().close()
@@ -190,11 +267,17 @@ class KvPublisher(_Socket):
 class KvSubscriber(_Socket):
     """A frontend listens to what one worker publishes."""
 
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], address: str, access: Access = _UNPROTECTED
+    ) -> None:
+        """
+        Raises:
+            TransferError: that is no address.
+        """
         super().__init__(context, zmq.SUB)
         self.address = address
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.connect(address)
+        _connect(self._socket, address, access)
 
     async def receive(self) -> KvDelta | LoadReport:
         while True:
@@ -207,11 +290,21 @@ class KvSubscriber(_Socket):
                 self._count_bad(self.address, error)
 
 
-def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+def _connect(socket: zmq.Socket[bytes], address: str, access: Access) -> None:
+    try:
+        access.before_connect(socket, address)
+        socket.connect(address)
+    except (zmq.ZMQError, ValueError) as error:
+        socket.close(linger=0)  # nobody else would, and its context could not end
+        raise TransferError(f"{address!r} is no address to connect to: {error}") from error
+
+
+def _bind(socket: zmq.Socket[bytes], address: str, access: Access) -> str:
     """Bind and return the address as peers must name it (port 0 is resolved)."""
     try:
+        access.before_bind(socket, address)
         socket.bind(address)
-    except zmq.ZMQError:
+    except (zmq.ZMQError, TransferError):
         socket.close(linger=0)  # nobody else would, and its context could not end
         raise
     if address.startswith("ipc://"):

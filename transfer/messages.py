@@ -34,6 +34,15 @@ PROTOCOL_VERSION = 2
 Frame = bytes | bytearray | memoryview
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+"""How many of something."""
+
+Total = Annotated[int, msgspec.Meta(ge=0)]
+"""A sum of counts; up to 2**16 of them fit into a message."""
+
+MOST_SECONDS = 60.0
+
+
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker's engine is, stated when it registers.
 
@@ -108,12 +117,12 @@ class AddRequest(msgspec.Struct, tag=True):
     """Followed by the frames of an EngineCoreRequest."""
 
     request_id: str
-    part: int = 0
+    part: Count = 0
     """Which part of it, where its input streams in. Counts up from 0."""
-    prefill_tokens: int = 0
+    prefill_tokens: Count = 0
     """Work until its first token, in prompt tokens, as the frontend that sends it charges
     it; the other frontends hear of it in ``LoadReport``."""
-    blocks: int = 0
+    blocks: Count = 0
     """KV blocks that its prompt takes, charged likewise."""
 
 
@@ -150,7 +159,7 @@ class TensorsMissing(msgspec.Struct, tag=True):
 
     request_id: str
     reason: str
-    part: int = 0
+    part: Count = 0
 
 
 class NixlOffer(msgspec.Struct, tag=True):
@@ -176,10 +185,10 @@ class Pulling(msgspec.Struct, tag=True):
     being read any more. The counts are of what has ended since it was last said.
     """
 
-    seconds: float
-    pulls: int = 0
-    nbytes: int = 0
-    failures: int = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
+    pulls: Count = 0
+    nbytes: Count = 0
+    failures: Count = 0
 
 
 class AskSnapshot(msgspec.Struct, tag=True):
@@ -217,10 +226,10 @@ class KvDelta(msgspec.Struct, tag=True):
 class FrontendShare(msgspec.Struct, frozen=True):
     """What one frontend has in flight on a worker, as that frontend charged it."""
 
-    requests: int = 0
-    prefill_tokens: int = 0
+    requests: Total = 0
+    prefill_tokens: Total = 0
     """Of requests without a first token."""
-    blocks: int = 0
+    blocks: Total = 0
 
 
 class LoadReport(msgspec.Struct, tag=True, kw_only=True):
@@ -234,15 +243,15 @@ class LoadReport(msgspec.Struct, tag=True, kw_only=True):
     epoch: str
     seq: int
     """Of the last ``KvDelta``."""
-    running: int = 0
+    running: Count = 0
     """Requests that the engine is working on."""
-    waiting: int = 0
+    waiting: Count = 0
     """Requests that wait in the engine."""
-    kv_blocks: int = 0
+    kv_blocks: Count = 0
     """KV blocks that requests in the engine hold."""
     shares: dict[str, FrontendShare] = {}
     """By the name of the frontend; only those with requests in flight."""
-    encoder_resets: int = 0
+    encoder_resets: Count = 0
     """How often the engine was told to forget images or their encoder outputs."""
 
 

@@ -110,8 +110,12 @@ class Registry:
                 record = msgspec.json.decode(path.read_bytes(), type=WorkerRecord)
             except FileNotFoundError:
                 continue
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, OSError) as error:
                 logger.warning("ignored %s: %s", path, error)
+                continue
+            if record.worker != path.stem:
+                # What it leaves behind is removed by its name.
+                logger.warning("ignored %s: it speaks of %r", path, record.worker)
                 continue
             if record.is_dead():
                 logger.info("swept worker %s: its process is gone", record.worker)

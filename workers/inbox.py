@@ -63,6 +63,16 @@ ENGINE_CALLS = frozenset({
 })
 """Methods of the engine that a frontend may call."""
 
+MODEL_RUNNER_CALLS = frozenset({
+    "checkpoint_prepare", "checkpoint_restore",
+    "init_weight_transfer_engine", "shutdown_weight_transfer_engine",
+    "start_weight_update", "start_draft_weight_update", "update_weights",
+    "finish_weight_update", "reset_weights", "reload_weights",
+})
+"""Methods of the model runners' processes that ``collective_rpc`` may name: those that
+vLLM's own server and its guides for new weights call. Ours that map arenas are not among
+them."""
+
 _EMPTIES_KV_CACHE = frozenset({
     "reset_prefix_cache", "sleep", "release_kv_cache_memory", "pause_scheduler",
 })
@@ -330,8 +340,8 @@ class Inbox:
             arguments = decode_payload_as(object, payload)
             if call.method not in ENGINE_CALLS or not isinstance(arguments, list):
                 raise BadMessage(f"{call.method} is not for frontends to call")
-            if call.method == "collective_rpc" and not isinstance(arguments[0], str):
-                raise BadMessage("collective_rpc takes the name of a method")
+            if call.method == "collective_rpc" and not _may_name(arguments):
+                raise BadMessage(f"collective_rpc{arguments[:1]} is not for frontends to call")
             result = await self._engine.call_utility_async(call.method, *arguments)
             frames = encode_payload(result)
         except EngineDeadError:
@@ -366,6 +376,10 @@ def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("failed: %r", error)
 
+
+def _may_name(arguments: list[Any]) -> bool:
+    method = arguments[0] if arguments else None
+    return isinstance(method, str) and method in MODEL_RUNNER_CALLS
 
 
 def _checked(

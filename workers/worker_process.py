@@ -31,6 +31,7 @@ from vllm.v1.executor import Executor
 
 from configs.flags import BadSetting
 from configs.schema import WorkerConfig
+from transfer.access import Access, Authenticator, worker_access
 from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
@@ -58,6 +59,9 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
         BadSetting, TransferError: the settings cannot work; the text says why.
     """
     registry = Registry(settings.registry, settings.namespace)
+    access = worker_access(settings.secure_keys, insecure=settings.insecure)
+    if settings.port is not None:
+        access.check(f"tcp://{settings.host}:{settings.port}")  # before the engine loads
     worker = f"worker-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = registry.socket_directory(worker)
     try:
@@ -70,7 +74,7 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
         try:
             facts = facts_of(config, fingerprint)
             return uvloop.run(
-                _serve(settings, registry, worker, sockets, config, engine, facts)
+                _serve(settings, registry, access, worker, sockets, config, engine, facts)
             )
         finally:
             engine.shutdown(timeout=config.shutdown_timeout)
@@ -115,6 +119,7 @@ def _interrupt(*_: object) -> None:
 async def _serve(
     settings: WorkerConfig,
     registry: Registry,
+    access: Access,
     worker: str,
     sockets: Path,
     config: VllmConfig,
@@ -131,9 +136,10 @@ async def _serve(
         addresses = (f"ipc://{sockets}/requests", f"ipc://{sockets}/kv")
     else:
         addresses = (f"tcp://{settings.host}:{settings.port}", f"tcp://{settings.host}:*")
+    authenticator = Authenticator(context, access)
     try:
-        link = WorkerLink(context, addresses[0])
-        kv_publisher = KvPublisher(context, addresses[1])
+        link = WorkerLink(context, addresses[0], access)
+        kv_publisher = KvPublisher(context, addresses[1], access)
     except zmq.ZMQError as error:
         raise BadSetting(f"cannot listen on {addresses[0]}: {error}") from error
 
@@ -202,6 +208,7 @@ async def _serve(
     await nixl.close()
     link.close()
     kv_publisher.close()
+    authenticator.close()
     context.term()
     return status
 

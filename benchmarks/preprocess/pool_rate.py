@@ -69,7 +69,7 @@ async def _rate(pool: PreprocessPool, pictures: list[bytes], name: str) -> float
     """Images per second; each round names its pictures anew, so that all are processed."""
 
     async def process(number: int, picture: bytes) -> None:
-        work = Work("image", Media(picture, None, (255, 255, 255)), {})
+        work = Work("image", Media(picture, None, (255, 255, 255), "RGB"), {})
         if await pool.process(f"{name}-{number}", work) is None:
             raise RuntimeError("a picture was left to the frontend")
 

@@ -13,7 +13,7 @@ PROMISED: dict[str, list[tuple[str, str, str | None]]] = {
     "pool": [(pool_rate.NAME, "ratio", pool_rate.GOAL)],
     "unique": [
         (unique.RATE, "ratio", ">=1.0"),
-        (unique.HEALTH, "ms", f"<={unique.HEALTH_MS:.0f}"),
+        *((name, "ms", f"<={unique.OTHERS_MS:.0f}") for name in unique.OTHERS),
         (unique.BURST, "runs", "==1"),
     ],
     "repeated": [(name, "ratio", goal) for name, goal in repeated.GOALS.items()],
@@ -28,7 +28,7 @@ def _unique() -> list[Metric]:
         return [
             unique.measure_burst(port),
             unique.measure_rate(port),
-            unique.measure_health(port),
+            *unique.measure_others(port),
         ]
 
 

@@ -27,6 +27,7 @@ from vllm.connections import (
 from vllm.exceptions import GracefulHTTPError
 from yarl import URL
 
+from frontend.admission import current_body
 from frontend.media.single_flight import SingleFlight
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import MediaUnavailable, PolicedResolver, UrlPolicy
@@ -70,6 +71,7 @@ class RemoteMedia:
         Raises:
             MediaUnavailable: not permitted, not there, or too large.
             MediaServerFailed: the server cannot be reached, fails, or takes too long.
+            NotAdmitted: requests under way have no room for it.
         """
         try:
             parsed = URL(url).with_fragment(None)
@@ -77,7 +79,7 @@ class RemoteMedia:
             raise MediaUnavailable("Failed to fetch media from URL: Invalid URL") from error
         self._policy.check(parsed)
         try:
-            return await self._flights.do(
+            data = await self._flights.do(
                 (str(parsed), timeout, max_bytes),
                 lambda: self._follow(str(parsed), timeout=timeout, max_bytes=max_bytes),
             )
@@ -95,6 +97,9 @@ class RemoteMedia:
             raise MediaUnavailable("Failed to fetch media from URL: Invalid URL") from error
         except (aiohttp.ClientError, OSError) as error:
             raise _failed(HTTPStatus.BAD_GATEWAY, parsed, "cannot be reached") from error
+        if (body := current_body.get()) is not None:
+            body.fetched(len(data))
+        return data
 
     async def close(self) -> None:
         """Close connections that are kept open."""

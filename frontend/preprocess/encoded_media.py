@@ -25,4 +25,5 @@ def encoded_media(item: Any) -> Media | None:
         data=item.original_bytes,
         image_mode=conversion.get("image_mode"),
         background=tuple(conversion.get("rgba_background_color", _WHITE)),
+        mode=item.media.mode,
     )

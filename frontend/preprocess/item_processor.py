@@ -52,18 +52,10 @@ class ItemProcessor:
         """Return the item and what it does to the prompt.
 
         Raises:
-            Unreadable: the media cannot be decoded.
+            Unreadable: the media cannot be decoded, or is not what its header said.
             Exception: whatever the model's processor raises.
         """
-        loader = ImageMediaIO(media.image_mode, rgba_background_color=media.background)
-        try:
-            image = loader.load_bytes(media.data)
-        except MemoryError:
-            raise
-        except Exception as error:  # decoders raise whatever they stumble over
-            text = str(error).removeprefix(FAILED)
-            raise Unreadable(f"{FAILED}{text}") from error
-        return self._process(modality, image, processor_options)
+        return self._process(modality, _decoded(media), processor_options)
 
     def _process(
         self, modality: str, data: Any, processor_options: Mapping[str, Any]
@@ -82,6 +74,23 @@ class ItemProcessor:
         if len(catch.caught) != 1:
             raise ValueError(f"one {modality} became {len(catch.caught)} items")
         return catch.caught[0]
+
+
+def _decoded(media: Media) -> Any:
+    """Raises: Unreadable: it cannot be decoded, or is not what its header said."""
+    loader = ImageMediaIO(media.image_mode, rgba_background_color=media.background)
+    try:
+        image = loader.load_bytes(media.data)
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders raise whatever they stumble over
+        text = str(error).removeprefix(FAILED)
+        raise Unreadable(f"{FAILED}{text}") from error
+    was_converted = image.io_config is not None
+    if was_converted != (media.image_mode is not None) or image.media.mode != media.mode:
+        # It was hashed, and perhaps found, as what it is not.
+        raise Unreadable(f"{FAILED}its header is not true")
+    return image
 
 
 class _Catch(BaseMultiModalProcessorCache):

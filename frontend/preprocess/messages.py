@@ -60,6 +60,8 @@ class Media(msgspec.Struct, frozen=True, array_like=True):
     """What the decoded image is converted to; None leaves it as it is."""
     background: tuple[int, int, int]
     """What shows through transparent parts when that loses an alpha channel."""
+    mode: str
+    """PIL mode that decoding must yield: what the header promised, and the hash covers."""
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):

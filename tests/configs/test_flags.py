@@ -105,6 +105,17 @@ def test_help_tells_of_every_flag_its_default_and_its_variable() -> None:
     assert "Default: kv. Environment: DYN_ROUTER_MODE." in help_
 
 
+def test_a_default_of_zero_is_told() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, FrontendConfig)
+    assert "a softmax over the costs. Default: 0.0." in " ".join(parser.format_help().split())
+
+
+def test_a_switch_takes_no_value() -> None:
+    assert read(settings=WorkerConfig) == WorkerConfig(insecure=False)
+    assert read("--insecure", settings=WorkerConfig) == WorkerConfig(insecure=True)
+
+
 def test_what_others_complain_of_becomes_one_line() -> None:
     with pytest.raises(ValidationError) as caught:
         FrontendConfig(http_port=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import ssl
 import sys
 import tempfile
 import time
@@ -49,14 +50,28 @@ ENGINE_ENV = {
 class Server:
     """Something that answers HTTP."""
 
-    def __init__(self, process: Process, port: int, socket: Path | None = None) -> None:
-        """``socket`` is where it listens, for a server on a network of its own."""
+    def __init__(
+        self,
+        process: Process,
+        port: int,
+        socket: Path | None = None,
+        certificate: Path | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        """``socket`` is where it listens, for a server on a network of its own.
+
+        ``certificate``: it speaks HTTPS, with this one.
+        """
         self.process = process
         self._socket = socket
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{port}"
         transport = httpx.HTTPTransport(uds=str(socket)) if socket else None
         self.http = httpx.Client(
-            base_url=self.url, timeout=ANSWER_SECONDS, transport=transport
+            base_url=self.url,
+            timeout=ANSWER_SECONDS,
+            transport=transport,
+            verify=ssl.create_default_context(cafile=certificate) if certificate else True,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
         )
 
     def is_healthy(self) -> bool:
@@ -153,10 +168,13 @@ class Deployment:
         before: Sequence[str] = (),
         socket: bool = False,
         name: str = "frontend",
+        certificate: Path | None = None,
+        api_key: str | None = None,
     ) -> Frontend:
         """``before`` is a command that runs the frontend, ``unshare`` for example.
 
-        ``socket`` has it listen on a file, for when its network is not this one.
+        ``certificate`` and ``api_key`` are what its clients need to know. ``socket`` has it
+        listen on a file, for when its network is not this one.
         """
         port = free_port()
         path = self.directory / f"{name}.sock" if socket else None
@@ -167,7 +185,8 @@ class Deployment:
             "--mm-arena-gb", "0.25", "--mm-url-private-addresses", "allow",
             *self._ours(), *SERVER_FLAGS, *flags,
         ]
-        server = Frontend(self._start(name, command, env or {}, before), port, path)
+        process = self._start(name, command, env or {}, before)
+        server = Frontend(process, port, path, certificate, api_key)
         self._servers.append(server)
         return server
 

@@ -23,6 +23,7 @@ from tests.e2e.fleet import Deployment, Frontend
 from tests.e2e.hosts import NotAllowed, TwoHosts
 from tests.e2e.pictures import pattern
 from tests.e2e.processes import free_port
+from transfer.access import make_keys
 
 OVER_TCP = {"UCX_TLS": "tcp"}
 SOME_CASES = [
@@ -80,23 +81,27 @@ def fleet(
     # A registry for each host: they find each other by address alone.
     there = Deployment(checkpoint, tmp_path_factory.mktemp("there"), "there")
     here = Deployment(checkpoint, tmp_path_factory.mktemp("here"), "here")
-    seed = ("--mm-identity-seed-file", str(there.directory / "seed"))
+    make_keys(there.directory / "keys")
+    shared = (
+        "--mm-identity-seed-file", str(there.directory / "seed"),
+        "--secure-keys", str(there.directory / "keys"),
+    )
     port = free_port()
     try:
         there.start_worker(
-            *seed, "--host", hosts.other.address, "--port", str(port),
+            *shared, "--host", hosts.other.address, "--port", str(port),
             "--mm-worker-cache-gb", "0.25", "--enable-mm-embeds",
             env={**OVER_TCP, "VLLM_HOST_IP": hosts.other.address},
             before=hosts.other.inside,
         )
         beside = there.start_frontend(
-            *seed, "--enable-mm-embeds", socket=True, before=hosts.other.inside,
+            *shared, "--enable-mm-embeds", socket=True, before=hosts.other.inside,
             name="beside", env={"VLLM_SERVER_DEV_MODE": "1"},
         )
         address = ("--worker", f"tcp://{hosts.other.address}:{port}")
         by_mode = {
             name: here.start_frontend(
-                *seed, *address, "--mm-transfer", mode, "--enable-mm-embeds",
+                *shared, *address, "--mm-transfer", mode, "--enable-mm-embeds",
                 env=OVER_TCP, socket=True, before=hosts.one.inside, name=name,
             )
             for name, mode in (("nixl", "auto"), ("inline", "inline"))

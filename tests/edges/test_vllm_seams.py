@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from dataclasses import fields
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from vllm import connections
+from vllm import connections, entrypoints
 from vllm.config import ModelConfig, SpeculativeConfig
 from vllm.connections import HTTPConnection
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints import rl
 from vllm.entrypoints.launchers.api_server import entry
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import GracefulHTTPError, QueueOverflowError
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import (
@@ -39,10 +45,11 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.worker.worker_base import WorkerBase
 
+from frontend.admission_middleware import ADMINISTRATIVE
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
 from frontend.media.connector import LazyMediaConnector
-from workers.inbox import ENGINE_CALLS
+from workers.inbox import ENGINE_CALLS, MODEL_RUNNER_CALLS
 
 NOT_WHEN_ROUTED = {
     "prepare_elastic_ep": "scaling one engine's experts; add workers instead",
@@ -307,3 +314,31 @@ def test_what_clients_send_is_parsed_by_one_method() -> None:
     assert "return self.mm_processor" in source_of(get)
     assert hasattr(PlaceholderRange, "get_num_embeds")
     assert hasattr(ModelConfig, "get_inputs_embeds_size")
+
+
+def test_admission_is_asked_with_a_number_and_counts_what_is_unfinished() -> None:
+    assert parameters_of(AsyncLLM.check_admission)[:2] == ["self", "n"]
+    source = source_of(AsyncLLM.check_admission)
+    assert "get_num_unfinished_requests" in source and "QueueOverflowError" in source
+    assert issubclass(QueueOverflowError, GracefulHTTPError)
+    error = create_error_response(GracefulHTTPError("text", HTTPStatus.REQUEST_TIMEOUT)).error
+    assert (error.code, error.message) == (408, "text")
+
+
+@pytest.mark.parametrize("path", sorted(ADMINISTRATIVE))
+def test_what_may_be_posted_to_a_full_server_is_a_path_of_vllms(path: str) -> None:
+    root = Path(inspect.getfile(entrypoints)).parent
+    assert any(f'"{path}"' in each.read_text() for each in root.rglob("api_router.py"))
+
+
+def test_vllms_server_names_the_methods_that_collective_rpc_may_name() -> None:
+    named = source_of(inspect.getmodule(AsyncLLM))
+    named += (Path(inspect.getfile(rl)).parent / "online" / "api_router.py").read_text()
+    called = set(re.findall(r'collective_rpc\(\s*"(\w+)"', named))
+    assert called <= MODEL_RUNNER_CALLS
+    assert MODEL_RUNNER_CALLS - called <= {"reload_weights"}
+
+
+def test_processed_prompts_say_where_items_are() -> None:
+    source = source_of(processor.BaseMultiModalProcessor.apply)
+    assert "mm_placeholders" in source and "prompt_token_ids" in source

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,11 +28,15 @@ from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import UrlPolicy
 from frontend.metrics import FrontendMetrics
+from frontend.nixl_offers import NixlOffers
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
-from frontend.vllm_seams import frontend_config, make_llm
+from frontend.vllm_seams import RoutedLLM, frontend_config, make_llm
+from frontend.worker_pool import WorkerPool
 from tests.fakes import HASHER
 from transfer.arena import Arena
+from transfer.messages import PROTOCOL_VERSION, Hello
+from transfer.registry import Registry
 
 CHECKPOINT = Path(__file__).parents[2] / ".demo" / "checkpoint"
 
@@ -42,6 +48,8 @@ class App:
     http: httpx.AsyncClient
     cache: ArenaProcessorCache
     renderer: BaseRenderer[Any]
+    llm: RoutedLLM
+    arena: Arena
 
     async def render(self, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/chat/completions/render", json=body(parts, fields))
@@ -88,9 +96,9 @@ def in_place(data: bytes, **fields: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_app() -> AsyncIterator[App]:
+async def running_app(*more_flags: str) -> AsyncIterator[App]:
     write_checkpoint(CHECKPOINT)
-    flags = ("--enable-scale-out", "--trust-request-mm-kwargs")
+    flags = ("--enable-scale-out", "--trust-request-mm-kwargs", *more_flags)
     _, args = parse(["--model", str(CHECKPOINT), *flags])
     config = frontend_config(args)
     arena = Arena(64 << 20)
@@ -108,15 +116,25 @@ async def running_app() -> AsyncIterator[App]:
     register_connector(remote, policy)
     level = logging.root.level
     llm = make_llm(config, args, client, cache)
+    directory = tempfile.mkdtemp(prefix="fv-")
+    hello = Hello(
+        frontend="app", protocol=PROTOCOL_VERSION, arena=arena.id, transfer="inline",
+        identity_seed_fingerprint="",
+    )
+    registry = Registry(Path(directory), "app")
+    nixl = NixlOffers(arena, "inline")
+    client.start(WorkerPool(hello, registry, (), {}, client, nixl), llm.learn)
     try:
         app = entry.__dict__["build_app"](args, ("generate",), config.model_config)
         await entry.__dict__["init_app_state"](llm, app.state, args, ("generate",))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://frontend", timeout=60
         ) as http:
-            yield App(http, cache, llm.renderer)
+            yield App(http, cache, llm.renderer, llm, arena)
     finally:
         llm.shutdown()
+        await client.closed()
         await remote.close()
+        shutil.rmtree(directory)
         arena.close()
         logging.root.setLevel(level)  # some part of vLLM's app raises it for all

@@ -70,9 +70,9 @@ async def test_results_of_all_workers_are_put_together(
 ) -> None:
     for number, worker in enumerate(workers):
         worker.engine.answers["collective_rpc"] = [number, [number]]
-    results = await within(fleet.client.collective_rpc_async("ask", args=(1,)))
+    results = await within(fleet.client.collective_rpc_async("reset_weights", args=(1,)))
     assert sorted(results, key=str) == [0, 1, [0], [1]]
-    assert (await called(workers[0]))[1:] == ("ask", None, [1], None)
+    assert (await called(workers[0]))[1:] == ("reset_weights", None, [1], None)
 
 
 async def test_only_methods_with_a_name_can_be_called(fleet: Fleet) -> None:

@@ -275,6 +275,10 @@ async def test_a_call_is_made_and_answered(worker: FakeWorker, line: Line) -> No
         ("add_lora", [b"\xc1"]),
         ("collective_rpc", encode_payload([])),
         ("collective_rpc", encode_payload([b"pickled"])),
+        ("collective_rpc", encode_payload([["reset_weights"]])),
+        ("collective_rpc", encode_payload(["attach_arena", None, ["a", b"n"]])),
+        ("collective_rpc", encode_payload(["synchronize_device"])),
+        ("collective_rpc", encode_payload(["__init__"])),
     ],
 )
 async def test_a_call_that_is_not_for_frontends_is_answered_with_an_error(

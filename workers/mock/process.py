@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from configs.flags import BadSetting
 from configs.schema import WorkerConfig
+from transfer.access import Access, Authenticator, worker_access
 from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
@@ -60,6 +61,9 @@ def run_mock_workers(settings: WorkerConfig, args: argparse.Namespace) -> int:
         BadSetting, TransferError: the settings cannot work; the text says why.
     """
     registry = Registry(settings.registry, settings.namespace)
+    access = worker_access(settings.secure_keys, insecure=settings.insecure)
+    if settings.port is not None:
+        access.check(f"tcp://{settings.host}:{settings.port}")
     prefix = f"mock-worker-{os.getpid()}-{secrets.token_hex(3)}"
     names = [f"{prefix}-{number}" for number in range(1, settings.mock_workers + 1)]
     sockets = {name: registry.socket_directory(name) for name in names}
@@ -74,22 +78,29 @@ def run_mock_workers(settings: WorkerConfig, args: argparse.Namespace) -> int:
         ).fingerprint
         facts = facts_of(config, fingerprint, engine="mock")
         logger.warning("%d mock workers: answers are made up, not computed", len(names))
-        return uvloop.run(_serve(settings, registry, sockets, facts))
+        return uvloop.run(_serve(settings, registry, access, sockets, facts))
     finally:
         for name in names:
             registry.withdraw(name)
 
 
 async def _serve(
-    settings: WorkerConfig, registry: Registry, sockets: dict[str, Path], facts: WorkerFacts
+    settings: WorkerConfig,
+    registry: Registry,
+    access: Access,
+    sockets: dict[str, Path],
+    facts: WorkerFacts,
 ) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stopping.set)
     context = zmq.asyncio.Context()
+    authenticator = Authenticator(context, access)
     workers = [
-        MockWorker(context, name, facts, _addresses(settings, place, directory), settings)
+        MockWorker(
+            context, name, facts, _addresses(settings, place, directory), settings, access
+        )
         for place, (name, directory) in enumerate(sockets.items())
     ]
     tasks = [task for worker in workers for task in worker.start()]
@@ -108,6 +119,7 @@ async def _serve(
     await asyncio.gather(stop, *tasks, return_exceptions=True)
     for worker in workers:
         worker.close()
+    authenticator.close()
     context.term()
     return 1 if done - {stop} else 0
 
@@ -137,16 +149,17 @@ class MockWorker:
         facts: WorkerFacts,
         addresses: Addresses,
         settings: WorkerConfig,
+        access: Access,
     ) -> None:
         """
         Raises:
-            BadSetting: it cannot listen there.
+            BadSetting, TransferError: it cannot or must not listen there.
         """
         self.name = name
         self.facts = facts
         try:
-            self.link = WorkerLink(context, addresses.requests)
-            self.kv_publisher = KvPublisher(context, addresses.kv)
+            self.link = WorkerLink(context, addresses.requests, access)
+            self.kv_publisher = KvPublisher(context, addresses.kv, access)
         except zmq.ZMQError as error:
             raise BadSetting(f"cannot listen on {addresses.requests}: {error}") from error
         self.engine = MockEngineClient(

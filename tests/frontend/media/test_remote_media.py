@@ -7,11 +7,14 @@ from email.utils import formatdate
 
 import pytest
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
+from frontend.admission import Admission, AdmissionLimits, FleetLoad, NotAdmitted
 from frontend.media.remote_media import MAX_REDIRECTS, MediaServerFailed, RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import MediaUnavailable, UrlPolicy
 from tests.frontend.media.web import Site, running_site
+from tests.frontend.test_admission import Engine
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -69,6 +72,23 @@ async def test_many_at_once_fetch_once(remote: RemoteMedia, site: Site) -> None:
     go_on.set()
     assert await asyncio.gather(*asked[1:]) == [b"pixels"] * 63
     assert site.asked["/a"] == 1
+
+
+async def test_what_is_fetched_counts_as_memory_of_its_request(
+    remote: RemoteMedia, site: Site
+) -> None:
+    site.serve("/a", b"x" * 100)
+    limits = AdmissionLimits(request_bytes=10, requests=1, body_bytes=250, body_seconds=1.0)
+    admission = Admission(limits, Engine(), FleetLoad, CollectorRegistry())
+    with admission.body():
+        for _ in range(2):
+            await asyncio.create_task(fetch(remote, site.url("/a")))
+        assert admission.body_bytes == 200
+        with pytest.raises(NotAdmitted) as refused:
+            await fetch(remote, site.url("/a"))
+        assert refused.value.http_status == 503
+    assert admission.body_bytes == 0
+    assert await fetch(remote, site.url("/a")) == b"x" * 100
 
 
 async def test_a_fresh_response_is_used_without_asking(

@@ -76,6 +76,27 @@ async def test_a_name_with_both_leads_only_to_the_public_ones() -> None:
     assert found == PUBLIC
 
 
+class Rebinding(Names):
+    """Answers with a public address first, and with a private one from then on."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        found = await super().resolve(host, port, family)
+        self._addresses = ("127.0.0.1",)
+        return found
+
+
+@pytest.mark.anyio
+async def test_a_name_that_changes_its_address_is_checked_each_time() -> None:
+    resolver = PolicedResolver(UrlPolicy([], False), Rebinding(PUBLIC[0]))
+    # What was checked is what is connected to; nobody asks a second time in between.
+    [first] = await resolver.resolve("rebinding.example", 80)
+    assert first["host"] == PUBLIC[0]
+    with pytest.raises(MediaUnavailable, match="not a public address"):
+        await resolver.resolve("rebinding.example", 80)
+
+
 @pytest.mark.anyio
 async def test_listed_domains_are_trusted_and_no_others_are_asked() -> None:
     policy = UrlPolicy(["intranet.example", "10.0.0.5"], False)

@@ -21,7 +21,10 @@ from transfer.tensor_ref import ArenaId
 
 MESSAGES: list[Message] = [
     Setup(("--model", "m"), ArenaId("foveal-1-2-ab", bytes(16)), bytes(32), "xxh3_128"),
-    Work("image", Media(b"\x00data", None, (0, 1, 2)), {"a": [1, 2.5, None, {"b": True}]}),
+    Work(
+        "image", Media(b"\x00data", None, (0, 1, 2), "L"),
+        {"a": [1, 2.5, None, {"b": True}]},
+    ),
     Place(None),
 ]
 
@@ -38,7 +41,7 @@ def test_what_is_no_message_is_refused() -> None:
 
 def test_options_that_are_not_plain_data_cannot_be_sent() -> None:
     with pytest.raises(TypeError):
-        encode(Work("image", Media(b"", None, (0, 0, 0)), {"a": object()}))
+        encode(Work("image", Media(b"", None, (0, 0, 0), "L"), {"a": object()}))
 
 
 def test_a_line_carries_messages_whole() -> None:

@@ -126,7 +126,7 @@ async def make_pool(
 
 
 def work(command: str | int) -> Work:
-    return Work("image", Media(str(command).encode(), None, (255, 255, 255)), {})
+    return Work("image", Media(str(command).encode(), None, (255, 255, 255), "RGB"), {})
 
 
 def value(metric: Any) -> float:

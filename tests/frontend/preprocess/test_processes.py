@@ -28,7 +28,7 @@ from transfer.errors import BadMessage, PeerLost
 
 pytestmark = pytest.mark.anyio
 
-WORK = Work("image", Media(b"data", "RGB", (255, 255, 255)), {"max_pixels": 9})
+WORK = Work("image", Media(b"data", "RGB", (255, 255, 255), "RGB"), {"max_pixels": 9})
 IDENTITY = bytes(16)
 
 

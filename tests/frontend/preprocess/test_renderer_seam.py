@@ -106,7 +106,7 @@ async def test_a_request_that_lacks_nothing_is_not_interrupted() -> None:
 async def test_what_is_lacking_is_made_before_vllm_starts_again() -> None:
     seam = Seam("b")
     assert await seam.request({"size": 3}, a=IMAGE, b=IMAGE, c=IMAGE) == ["a", "b", "c"]
-    work = Work("image", Media(PNG, None, (255, 255, 255)), {"size": 3})
+    work = Work("image", Media(PNG, None, (255, 255, 255), "RGB"), {"size": 3})
     assert seam.pool.asked == {"a": work, "c": work}
     assert (seam.renderer.passes, seam.renderer.processed) == (2, [])
 
@@ -115,8 +115,8 @@ async def test_how_an_image_was_converted_goes_with_it() -> None:
     seam = Seam()
     blue = ImageMediaIO(rgba_background_color=[0, 0, 255]).load_bytes(TRANSPARENT)
     await seam.request(a=blue, b=ImageMediaIO(image_mode=None).load_bytes(TRANSPARENT))
-    assert seam.pool.asked["a"].media == Media(TRANSPARENT, "RGB", (0, 0, 255))
-    assert seam.pool.asked["b"].media == Media(TRANSPARENT, None, (255, 255, 255))
+    assert seam.pool.asked["a"].media == Media(TRANSPARENT, "RGB", (0, 0, 255), "RGB")
+    assert seam.pool.asked["b"].media == Media(TRANSPARENT, None, (255, 255, 255), "RGBA")
 
 
 async def test_what_the_pool_leaves_vllm_processes() -> None:
