@@ -118,8 +118,8 @@ class Fleet:
         """Whether nothing is kept or counted for any request."""
         client = self.client
         return not (
-            client._sent
-            or client._families
+            client.requests._sent
+            or client.requests._families
             or client._calls
             or len(client.router.load)
             or self.arena.stats().leased_entries

@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
-from frontend.engine_client import MAX_ATTEMPTS, NoWorkers
+from frontend.in_flight import MAX_ATTEMPTS, NoWorkers
 from frontend.receipt import Receipt, current_receipt
 from frontend.router.block_hashes import RequestHasher
 from tests.fakes import eventually, make_facts, make_item, make_request, within
@@ -139,11 +139,11 @@ async def test_the_children_of_one_request_move_together(fleet: Fleet) -> None:
         workers[f"worker-{i}"].engine.stalled = True
     for child in range(4):
         await fleet.client.add_request_async(make_request(f"{child}_a"))
-    first = fleet.client._families["a"]
+    first = fleet.client.requests._families["a"]
     await eventually(lambda: len(workers[first].engine.pixels) == 4)
     await workers[first].leave()
     await fleet.until_gone(first)
-    second = fleet.client._families["a"]
+    second = fleet.client.requests._families["a"]
     assert second != first
     await eventually(lambda: len(workers[second].engine.pixels) == 4)
 
