@@ -67,6 +67,7 @@ class RoutedEngineClient(AdminCalls):
         router: Router,
         metrics: FrontendMetrics,
         worker_wait_timeout: float,
+        migration_limit: int = 3,
         embeddings: EmbeddingLimits | None = None,
     ) -> None:
         super().__init__()
@@ -80,7 +81,7 @@ class RoutedEngineClient(AdminCalls):
         self._checks = KvChecks(router)
         self._outputs = OutputStream()
         self.requests = InFlight(
-            router, metrics, arena, self._outputs, worker_wait_timeout
+            router, metrics, arena, self._outputs, worker_wait_timeout, migration_limit
         )
         self._pool: WorkerPool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,14 +91,21 @@ class RoutedEngineClient(AdminCalls):
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [ENGINE_INDEX]
 
-    def start(self, pool: WorkerPool, learn: Callable[[WorkerFacts], None]) -> None:
+    def start(
+        self,
+        pool: WorkerPool,
+        learn: Callable[[WorkerFacts], None],
+        end_request: Callable[[str, Exception], None] | None = None,
+    ) -> None:
         """Begin to use the workers of ``pool``; call on the event loop.
 
-        ``learn`` is called once, with the facts of the first worker.
+        ``learn`` is called once, with the facts of the first worker. ``end_request`` ends
+        a request, named by its id, with an error whose text reaches the client.
         """
         self._loop = asyncio.get_running_loop()
         self._pool = pool
         self._learn = learn
+        self._outputs.end_request = end_request
         self.router.frontend = pool.frontend
         self.requests.start(pool)
         pool.start()

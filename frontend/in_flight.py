@@ -3,8 +3,8 @@
 Each is kept whole until it is over, so that it can be sent again when its worker is lost,
 and its tensors stay in place until the worker that reads them confirms that it has let go.
 
-vLLM names relied on: EngineCoreRequest, EngineCoreOutputs; GracefulHTTPError;
-MultiModalFeatureSpec.
+vLLM names relied on: EngineCoreRequest, EngineCoreOutput, EngineCoreOutputs, FinishReason;
+GracefulHTTPError.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from http import HTTPStatus
 from typing import Any
 
 from vllm.exceptions import GracefulHTTPError
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
 from frontend.metrics import FrontendMetrics
 from frontend.outputs import OutputStream
 from frontend.receipt import Routed
 from frontend.request_items import is_by_reference, with_tensors
+from frontend.resumption import CannotResume, Resumption, resume
 from frontend.router.block_hashes import RequestHasher
 from frontend.router.router import Route, Router
 from frontend.worker_pool import Worker, WorkerPool
@@ -46,9 +47,6 @@ PARK_SECONDS = 90.0
 """A worker that cannot reach its frontend drops its requests within 10 s, and its engine
 is past them, or taken for dead, within another 60 s (workers.frontends, workers.outbox)."""
 
-MAX_ATTEMPTS = 3
-"""How often a request is sent: one that brings workers down must not bring down all."""
-
 
 class NoWorkers(GracefulHTTPError):
     """No worker is ready; vLLM answers 503."""
@@ -60,23 +58,42 @@ class NoWorkers(GracefulHTTPError):
         )
 
 
+class AnswerLost(GracefulHTTPError):
+    """The answer was lost with its worker; vLLM answers 503, or says so in the stream."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            "The worker that computed this answer was lost, and the answer could not go on "
+            f"elsewhere: {why}. Please send the request again.",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
 @dataclass
 class _Sent:
     """A request that a worker has. Keeps its tensors in place as long as it lives."""
 
     request: EngineCoreRequest
+    """As it came."""
     worker: str
     """Who has it, or NOBODY while it waits for one."""
-    started: bool = False
-    """Whether a token has come back."""
+    computed: bool = False
+    """Whether that worker has computed its prompt."""
+    answered: list[int] = field(default_factory=list)
+    """The tokens that have come back."""
+    resumption: Resumption | None = None
+    """How it goes on, if a worker was lost after the first of them."""
     aborted: bool = False
     in_parts: bool = False
     """Whether its input streams in."""
+    unrepeatable: str = ""
+    """What came with its tokens that cannot be had for some of them only."""
     parts: list[EngineCoreRequest] = field(default_factory=list)
-    """All that was sent of it, kept for the tensors; the last is the one to send again."""
+    """What its worker was sent of it, kept for the tensors."""
     tries: set[str] = field(default_factory=set)
     """Workers it was sent to."""
-    attempts: int = 0
+    losses: int = 0
+    """Workers that were lost with it, those left out that had said they would leave."""
 
 
 class InFlight:
@@ -89,8 +106,13 @@ class InFlight:
         arena: Arena | None,
         outputs: OutputStream,
         worker_wait_timeout: float,
+        migration_limit: int,
     ) -> None:
-        """``worker_wait_timeout``: how long a request waits for a worker, in seconds."""
+        """``worker_wait_timeout``: how long a request waits for a worker, in seconds.
+
+        ``migration_limit``: how many lost workers a request outlives. One that brings
+        workers down must not bring down all.
+        """
         self.hasher: RequestHasher | None = None
         """Set once the first worker has said how its engine hashes."""
         self._router = router
@@ -98,6 +120,7 @@ class InFlight:
         self._arena = arena
         self._outputs = outputs
         self._worker_wait_timeout = worker_wait_timeout
+        self._migration_limit = migration_limit
         self._pool: WorkerPool | None = None
         self._sent: dict[str, _Sent] = {}
         self._families: dict[str, str] = {}
@@ -156,7 +179,7 @@ class InFlight:
                 sent.aborted = True  # its tensors stay until the worker confirms
                 self._settle(request_id)
                 by_worker.setdefault(sent.worker, []).append(request_id)
-        workers = self.pool.ready_workers()
+        workers = self.pool.reachable_workers()
         for name, theirs in by_worker.items():
             if name in workers:
                 workers[name].link.send(AbortRequests(theirs))
@@ -201,7 +224,6 @@ class InFlight:
                 outgoing = with_tensors(request, self._arena)
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
-        sent.attempts += 1
         sent.in_parts |= request.resumable
         if not any(part is request for part in sent.parts):
             sent.parts.append(request)
@@ -222,14 +244,32 @@ class InFlight:
         self._park(worker.name, [part for sent in theirs for part in sent.parts])
         for sent in theirs:
             sent.worker = NOBODY
+            sent.computed = False
+            sent.losses += not worker.draining
             if sent.aborted:
                 self._forget(sent.request.request_id)
-            elif sent.started or sent.in_parts or sent.attempts >= MAX_ATTEMPTS:
-                self._fail(sent)
+            elif why := self._prepare_to_move(sent):
+                self._fail(sent, why)
             elif self.pool.ready_workers():
                 self._resend(sent)
             else:
                 self._start(self._resend_when_ready(sent.request.request_id))
+
+    def _prepare_to_move(self, sent: _Sent) -> str:
+        """Settle how a request goes on elsewhere; returns why it cannot, if it cannot."""
+        if sent.losses > self._migration_limit:
+            return f"{sent.losses} workers were lost with it"
+        if sent.in_parts:
+            return "its input streams in"
+        if sent.unrepeatable:
+            return f"it returns {sent.unrepeatable}"
+        if sent.answered:
+            try:
+                sent.resumption = resume(sent.request, sent.answered)
+            except CannotResume as reason:
+                return str(reason)
+            sent.parts = [sent.resumption.request]
+        return ""
 
     def _park(self, worker: str, requests: list[EngineCoreRequest]) -> None:
         """Keep the tensors of requests that a lost worker may still be reading."""
@@ -250,24 +290,46 @@ class InFlight:
 
     def on_outputs(self, worker: Worker, outputs: EngineCoreOutputs) -> None:
         """Pass on what a worker says of the requests that are there."""
-        current = []
-        for output in outputs.outputs:
-            if not self._is_at(output.request_id, worker):
-                continue  # moved elsewhere since, or over
-            sent = self._sent[output.request_id]
-            if sent.aborted:
-                if output.finished:
-                    self._forget(output.request_id)
-                continue
-            current.append(output)
-            if output.new_token_ids and not sent.started:
-                sent.started = True
-                self._router.first_token(output.request_id)
-            if output.finished:
-                self._forget(output.request_id)
-        outputs.outputs = current
-        if current or outputs.scheduler_stats is not None:
+        outputs.outputs = [
+            news
+            for output in outputs.outputs
+            if self._is_at(output.request_id, worker)  # else moved since, or over
+            and (news := self._take(self._sent[output.request_id], output)) is not None
+        ]
+        if outputs.outputs or outputs.scheduler_stats is not None:
             self._outputs.put(worker.name, outputs)
+
+    def _take(self, sent: _Sent, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Note what an output says of its request; returns what the client is to get."""
+        request_id = output.request_id
+        if sent.aborted:
+            if output.finished:
+                self._forget(request_id)
+            return None
+        if output.new_token_ids and not sent.computed:
+            sent.computed = True
+            self._router.first_token(request_id)
+        if output.finished:
+            self._forget(request_id)
+        if sent.resumption is not None:
+            try:
+                news = sent.resumption.take(output)
+            except CannotResume as reason:
+                self._give_up(sent, str(reason))
+                return None
+            if news is None:
+                return None
+            output = news
+        sent.answered += output.new_token_ids
+        if output.routed_experts is not None:
+            sent.unrepeatable = "the experts that were used"
+        return output
+
+    def _give_up(self, sent: _Sent, why: str) -> None:
+        """End a request that a worker may still be computing."""
+        request_id = sent.request.request_id
+        self._end_with_error(request_id, why)
+        self.abort([request_id])
 
     def on_missing(self, worker: Worker, message: TensorsMissing) -> None:
         """Send a request again, with its tensors."""
@@ -287,11 +349,15 @@ class InFlight:
                 self._forget(request_id)
 
     def _resend(self, sent: _Sent) -> None:
-        """Send a request that has produced nothing to another worker."""
-        route, worker = self._route(sent.request, tried=sent.tries)
+        """Send a request that has lost its worker to another."""
+        request = sent.resumption.request if sent.resumption else sent.request
+        route, worker = self._route(request, tried=sent.tries)
         self._metrics.moved.inc()
-        logger.info("request %s goes to %s now", sent.request.request_id, route.worker)
-        self._send(sent.request, worker)
+        logger.info(
+            "request %s goes to %s now, behind %d tokens",
+            request.request_id, route.worker, len(sent.answered),
+        )
+        self._send(request, worker)
 
     async def _resend_when_ready(self, request_id: str) -> None:
         """As for a new request: wait for a worker, so long and no longer."""
@@ -303,14 +369,18 @@ class InFlight:
         if ready:
             self._resend(sent)
         else:
-            self._fail(sent)
+            self._fail(sent, f"no other was ready within {self._worker_wait_timeout:.0f} s")
 
-    def _fail(self, sent: _Sent) -> None:
+    def _fail(self, sent: _Sent, why: str) -> None:
         """End a request whose worker is lost."""
         request_id = sent.request.request_id
         self._forget(request_id)
+        self._end_with_error(request_id, why)
+
+    def _end_with_error(self, request_id: str, why: str) -> None:
+        logger.warning("request %s cannot go on: %s", request_id, why)
         self._metrics.failed.inc()
-        self._outputs.fail([request_id])
+        self._outputs.fail(request_id, AnswerLost(why))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

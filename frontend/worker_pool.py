@@ -3,7 +3,8 @@
 For each worker that discovery names there is one ``Worker`` with a line to it. It says
 hello until it is answered, checks that the worker's engine fits, listens to its KV deltas,
 and pings it. A worker that leaves or falls silent is lost: it is told to ``on_lost`` and
-greeted again as long as discovery names it.
+greeted again as long as discovery names it. One that drains finishes what it has, and gets
+nothing new.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transfer.errors import BadMessage
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
 from transfer.messages import (
     Bye,
+    Draining,
     Frame,
     Hello,
     KvDelta,
@@ -35,15 +37,18 @@ from transfer.messages import (
     TransferChosen,
     WorkerFacts,
 )
+from transfer.process import wants_to_run
 from transfer.process_watch import ProcessWatch, watch_process
 from transfer.registry import Registry, WorkerRecord
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 3.0
+SILENT_SECONDS = 2.5
 """A worker that has not answered for this long is lost, ..."""
-SILENT_SECONDS_ALIVE = 15.0
-"""... unless its process is known to live on this host: then it may only be starved."""
+SILENT_SECONDS_STARVED = 15.0
+"""... unless its process is on this host and wants to run: then it only lacks a processor."""
+WATCH_SECONDS = 0.25
+"""How often that is looked at: a worker is missed within 3 seconds."""
 
 
 class PoolEvents(Protocol):
@@ -76,6 +81,9 @@ class Worker:
         """Its own name once it has answered."""
         self.facts: WorkerFacts | None = None
         self.ready = False
+        """Whether it has been brought up to date and can be reached."""
+        self.draining = False
+        """Whether it has said that it is going to leave."""
         self.refused = ""
         self.epoch = ""
         self.transfer = "inline"
@@ -86,13 +94,15 @@ class Worker:
         self.tasks: list[asyncio.Task[None]] = []
 
     def is_silent(self, now: float) -> bool:
-        known_alive = (
-            self.record is not None
-            and self.record.is_local()
-            and not self.record.is_dead()
-        )
-        limit = SILENT_SECONDS_ALIVE if known_alive else SILENT_SECONDS
-        return now - self.last_heard > limit
+        """Whether it should have answered by ``now``."""
+        silent = now - self.last_heard
+        if silent <= SILENT_SECONDS:
+            return False
+        return silent > SILENT_SECONDS_STARVED or not self._is_starved()
+
+    def _is_starved(self) -> bool:
+        record = self.record
+        return record is not None and record.is_local() and wants_to_run(record.pid)
 
     def describe(self) -> dict[str, Any]:
         """What ``GET /v1/fleet`` shows of it."""
@@ -100,6 +110,7 @@ class Worker:
             "id": self.name,
             "address": self.address,
             "ready": self.ready,
+            "draining": self.draining,
             "refused": self.refused or None,
             "transfer": self.transfer if self.ready else None,
             "transfer_reason": self.transfer_reason or None,
@@ -148,6 +159,11 @@ class WorkerPool:
         return list(self._workers.values())
 
     def ready_workers(self) -> dict[str, Worker]:
+        """Those that new requests may go to, by name."""
+        return {w.name: w for w in self._workers.values() if w.ready and not w.draining}
+
+    def reachable_workers(self) -> dict[str, Worker]:
+        """Those that have requests or may get some, by name."""
         return {w.name: w for w in self._workers.values() if w.ready}
 
     async def wait_until_ready(self, timeout: float) -> bool:
@@ -189,20 +205,22 @@ class WorkerPool:
                     self._remove(worker)
 
     async def _watch_heartbeats(self) -> None:
+        beat = time.monotonic()
         while True:
             asleep = time.monotonic()
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            # After a stall of our own, what workers have said is still to be read.
-            stalled = now - asleep > 2 * HEARTBEAT_SECONDS
+            overslept = now - asleep - WATCH_SECONDS
             for worker in self.workers:
-                if not worker.epoch:
-                    # Also one that was refused: another may have taken its address.
-                    worker.link.send(self._hello)
-                elif worker.is_silent(now) and not stalled:
+                # While we could not listen nobody was silent.
+                worker.last_heard += overslept
+                if worker.epoch and worker.is_silent(now):
                     self._lose(worker, "does not answer")
-                else:
-                    worker.link.send(Ping())
+            if now - beat >= HEARTBEAT_SECONDS:
+                beat = now
+                for worker in self.workers:
+                    # Greeted is also who was refused: another may have taken its address.
+                    worker.link.send(Ping() if worker.epoch else self._hello)
 
     def _add(self, address: str, record: WorkerRecord | None) -> None:
         link = FrontendLink(self._context, self._hello.frontend, address)
@@ -234,6 +252,8 @@ class WorkerPool:
                     self._admit(worker, message)
                 case Refused():
                     self._refuse(worker, message.worker, f"it refuses us: {message.reason}")
+                case Draining():
+                    self._spare(worker, message.seconds)
                 case Bye():
                     self._lose(worker, "has said goodbye")
                 case TransferChosen() | Pulling():
@@ -257,6 +277,7 @@ class WorkerPool:
             self._remove(worker)
             return
         worker.refused = ""
+        worker.draining = False
         self._agreed = self._agreed or ready.facts
         worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
         worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
@@ -285,7 +306,8 @@ class WorkerPool:
                 self._agreed = None  # it must not decide who may come after it
             return
         worker.ready = True
-        self._some_ready.set()
+        if not worker.draining:
+            self._some_ready.set()
         logger.info(
             "worker %s is ready (%s: %s)", worker.name, worker.transfer, worker.transfer_reason
         )
@@ -317,6 +339,13 @@ class WorkerPool:
                 self._events.on_report(worker, news)
             else:
                 self._events.on_delta(worker, news)
+
+    def _spare(self, worker: Worker, seconds: float) -> None:
+        """Send nothing new to a worker that is going to leave."""
+        logger.info("worker %s drains, for at most %.0f s", worker.name, seconds)
+        worker.draining = True
+        if not self.ready_workers():
+            self._some_ready.clear()
 
     def _lose(self, worker: Worker, why: str) -> None:
         if not worker.epoch:

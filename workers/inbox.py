@@ -28,6 +28,7 @@ from transfer.messages import (
     Bye,
     Call,
     CallResult,
+    Draining,
     Frame,
     Hello,
     KvDelta,
@@ -103,6 +104,7 @@ class Inbox:
         self._seed_fingerprint = ready.facts.identity_seed_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: set[str] = set()
+        self._draining: Draining | None = None
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Frontends that have gone and are still being cleaned up after."""
 
@@ -138,6 +140,15 @@ class Inbox:
             for name in self._frontends.silent_since(now - SILENT_SECONDS):
                 logger.warning("frontend %s is silent: dropping it", name)
                 self._drop(name)
+
+    def begin_draining(self, seconds: float) -> None:
+        """Tell every frontend that this worker will leave, in ``seconds`` at most.
+
+        It still takes what they send before they have heard.
+        """
+        self._draining = Draining(seconds)
+        for name in self._frontends.names():
+            self._link.send(name, self._draining)
 
     def say_goodbye(self) -> None:
         """Tell every frontend that this worker is leaving."""
@@ -234,6 +245,8 @@ class Inbox:
         self._start(self._connect(name, hello))
 
     def _objection(self, name: str, hello: Hello) -> str:
+        if self._draining is not None:
+            return "this worker is about to leave"
         if name != hello.frontend:
             return f"calls itself {hello.frontend} but is {name}"
         if hello.protocol != PROTOCOL_VERSION:
@@ -265,6 +278,8 @@ class Inbox:
                 nixl=not self._nixl.unusable,
             )
             self._link.send(name, ready)
+            if self._draining is not None:  # since it said hello
+                self._link.send(name, self._draining)
         finally:
             self._greeting.discard(name)
 

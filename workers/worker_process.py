@@ -1,7 +1,7 @@
 """The process around one vLLM engine.
 
 Starts the engine, announces the worker, moves messages in and out, and on SIGTERM or
-Ctrl-C takes everything down in the opposite order.
+Ctrl-C finishes what it has, then takes everything down in the opposite order.
 
 vLLM names relied on: EngineCoreClient.make_async_mp_client, Executor.get_class,
 AsyncMPClient.shutdown, collective_rpc_async; EngineCoreOutputs.
@@ -35,6 +35,7 @@ from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
 from transfer.registry import Registry, WorkerRecord, this_process
+from workers.draining import StopSignals, drain
 from workers.engine_args import engine_config, facts_of
 from workers.engine_inputs import EngineInputs
 from workers.engine_outputs import follow_engine
@@ -122,10 +123,7 @@ async def _serve(
     facts: WorkerFacts,
 ) -> int:
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-
+    signals = StopSignals()
     context = zmq.asyncio.Context()
     if settings.port is None:
         addresses = (f"ipc://{sockets}/requests", f"ipc://{sockets}/kv")
@@ -184,8 +182,12 @@ async def _serve(
         )
     )
     logger.info("worker %s is ready on %s", worker, link.address)
-    stop = loop.create_task(stopping.wait(), name="stop")
+    stop = loop.create_task(signals.first.wait(), name="stop")
     done, _ = await asyncio.wait([stop, *work], return_when=asyncio.FIRST_COMPLETED)
+    if done == {stop}:
+        done |= await drain(
+            [(inbox, frontends)], settings.drain_timeout, signals.second, work
+        )
     registry.withdraw_record(worker)
     inbox.say_goodbye()
     status = 0
