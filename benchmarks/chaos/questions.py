@@ -38,7 +38,7 @@ def questions(model: str, tokens: int, seed: int) -> list[Question]:
         options: dict[str, Any] = {
             0: {},
             1: {"temperature": 0.8, "seed": number},
-            2: {"n": 2},
+            2: {"n": 2, "temperature": 0.8, "seed": number},
             3: {"frequency_penalty": 0.5},
         }[number % 4]
         kind = next(iter(options), "greedy")

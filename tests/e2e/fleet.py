@@ -95,6 +95,11 @@ class Frontend(Server):
         """Its ready workers by name."""
         return {w["id"]: w for w in self.fleet()["workers"] if w["ready"]}
 
+    def fleet_worker(self, name: str) -> dict[str, Any]:
+        """One of its workers, ready or not."""
+        found: dict[str, Any] = next(w for w in self.fleet()["workers"] if w["id"] == name)
+        return found
+
     def has_workers(self, count: int) -> bool:
         return self.answers() and len(self.workers()) == count
 
