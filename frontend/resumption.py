@@ -75,6 +75,8 @@ def resume(request: EngineCoreRequest, answered: Sequence[int]) -> Resumption:
     params = request.sampling_params
     if params is None:
         raise CannotResume("it is no request for tokens")
+    if params.max_tokens is not None and len(answered) >= params.max_tokens:
+        raise CannotResume("all its tokens had come, but not its end")
     memories = _memories(request, params)
     if not memories:
         return Resumption(_continued(request, params, answered))

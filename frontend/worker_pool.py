@@ -47,6 +47,9 @@ SILENT_SECONDS = 2.5
 """A worker that has not answered for this long is lost, ..."""
 SILENT_SECONDS_STARVED = 15.0
 """... unless its process is on this host and wants to run: then it only lacks a processor."""
+GREETINGS = 30
+"""Unanswered greetings after which the line is made anew: those that nobody reads stay
+queued in it, and must not pile up while a worker is away."""
 WATCH_SECONDS = 0.25
 """How often that is looked at: a worker is missed within 3 seconds."""
 
@@ -89,6 +92,8 @@ class Worker:
         self.transfer = "inline"
         self.transfer_reason = ""
         self.last_heard = time.monotonic()
+        self.greetings = 0
+        """Sent since it was heard last."""
         self.kv: KvSubscriber | None = None
         self.process: ProcessWatch | None = None
         self.tasks: list[asyncio.Task[None]] = []
@@ -219,18 +224,33 @@ class WorkerPool:
             if now - beat >= HEARTBEAT_SECONDS:
                 beat = now
                 for worker in self.workers:
-                    # Greeted is also who was refused: another may have taken its address.
-                    worker.link.send(Ping() if worker.epoch else self._hello)
+                    if worker.epoch:
+                        worker.link.send(Ping())
+                    else:  # also if it was refused: another may have taken its address
+                        self._greet(worker)
 
     def _add(self, address: str, record: WorkerRecord | None) -> None:
         link = FrontendLink(self._context, self._hello.frontend, address)
         worker = self._workers[address] = Worker(address, link)
         worker.record = record
-        link.watch_breaks(lambda: self._lose(worker, "was disconnected"))
-        worker.tasks.append(
-            asyncio.create_task(self._listen(worker), name=f"from {address}")
-        )
+        self._use(worker, link)
         link.send(self._hello)
+
+    def _use(self, worker: Worker, link: FrontendLink) -> None:
+        """Speak and listen to a worker over ``link``."""
+        worker.link = link
+        link.watch_breaks(lambda: self._lose(worker, "was disconnected"))
+        listening = asyncio.create_task(self._listen(worker), name=f"from {worker.address}")
+        worker.tasks.insert(0, listening)
+
+    def _greet(self, worker: Worker) -> None:
+        worker.greetings += 1
+        if worker.greetings % GREETINGS == 0:
+            worker.link.close()
+            worker.tasks.pop(0).cancel()
+            name = self._hello.frontend
+            self._use(worker, FrontendLink(self._context, name, worker.address))
+        worker.link.send(self._hello)
 
     def _remove(self, worker: Worker) -> None:
         self._lose(worker, "has left")
@@ -247,6 +267,7 @@ class WorkerPool:
         while True:
             message, payload = await worker.link.receive()
             worker.last_heard = time.monotonic()
+            worker.greetings = 0
             match message:
                 case Ready():
                     self._admit(worker, message)

@@ -167,6 +167,7 @@ async def _serve(
         loop.create_task(follow_engine(engine, on_outputs), name="outputs"),
         loop.create_task(load.run(), name="load reports"),
         loop.create_task(outbox.confirm_aborts(), name="aborts"),
+        loop.create_task(outbox.watch_engine(), name="engine"),
         loop.create_task(inbox.run(), name="inbox"),
         loop.create_task(inbox.drop_silent_frontends(), name="silent frontends"),
         loop.create_task(

@@ -172,3 +172,8 @@ def test_a_request_for_something_else_than_tokens_cannot_go_on() -> None:
     request.sampling_params = None
     with pytest.raises(CannotResume):
         resume(request, [7])
+
+
+def test_an_answer_that_had_come_whole_is_not_made_longer() -> None:
+    with pytest.raises(CannotResume, match="not its end"):
+        resume(request_with(temperature=0.0, max_tokens=2), [7, 8])

@@ -165,3 +165,17 @@ async def test_the_end_of_the_engine_ends_the_outbox(worker: FakeWorker) -> None
         await within(asyncio.shield(sending))
     with pytest.raises(EngineDeadError):
         await within(worker.outbox.engine_is_past())
+
+
+async def test_an_engine_that_is_stuck_over_requests_is_taken_for_dead(
+    worker: FakeWorker, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.outbox.STUCK_SECONDS", 0.01)
+    monkeypatch.setattr("workers.outbox.RELEASE_SECONDS", 0.01)
+    worker.engine.step_over.clear()
+    watching = asyncio.ensure_future(worker.outbox.watch_engine())
+    with pytest.raises(TimeoutError):
+        await within(asyncio.shield(watching), 0.1)  # it has nothing to do
+    await running(worker, lines[0], "a")
+    with pytest.raises(EngineDeadError):
+        await within(watching)
