@@ -12,6 +12,7 @@ Of uvicorn: Server.servers, server_state.connections and their ``shutdown``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 
@@ -90,7 +91,9 @@ class HttpDrain:
     def wait(self) -> None:
         """Drain, and return when that is over. Call from another thread."""
         if self._app is not None and self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self.run(), self._loop).result()
+            draining = asyncio.run_coroutine_threadsafe(self.run(), self._loop)
+            with contextlib.suppress(TimeoutError):
+                draining.result(self._seconds + LAST_SECONDS)
 
     async def run(self) -> None:
         """Stop listening, and wait for the responses under way; not for ever.

@@ -68,6 +68,9 @@ _EMPTIES_KV_CACHE = frozenset({
     "reset_prefix_cache", "sleep", "release_kv_cache_memory", "pause_scheduler",
 })
 
+_ABORTS_REQUESTS = frozenset({"sleep", "pause_scheduler"})
+_TAKES_REQUESTS_AGAIN = frozenset({"wake_up", "resume_scheduler"})
+
 _FORGETS_IMAGES = frozenset({
     "reset_encoder_cache", "reset_mm_cache", "sleep", "release_kv_cache_memory",
 })
@@ -347,7 +350,11 @@ class Inbox:
                 raise BadMessage(f"{call.method} is not for frontends to call")
             if call.method == "collective_rpc" and not isinstance(arguments[0], str):
                 raise BadMessage("collective_rpc takes the name of a method")
+            if call.method in _ABORTS_REQUESTS:
+                self._outbox.aborts_are_meant = True
             result = await self._engine.call_utility_async(call.method, *arguments)
+            if call.method in _TAKES_REQUESTS_AGAIN:
+                self._outbox.aborts_are_meant = False
             frames = encode_payload(result)
         except EngineDeadError:
             raise

@@ -49,10 +49,23 @@ class Outbox:
         self._something_aborted = asyncio.Event()
         self._steps = 0
         """That have had outputs."""
+        self.aborts_are_meant = False
+        """Whether a frontend has asked for what makes the engine abort its requests."""
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Send the outputs of one step to those who asked."""
+        """Send the outputs of one step to those who asked.
+
+        Raises:
+            EngineDeadError: the engine gives its requests up without being asked to, as
+                it does when it is told to end before its worker is. They go on elsewhere.
+        """
         self._steps += 1
+        if not self.aborts_are_meant and any(
+            output.finish_reason is FinishReason.ABORT
+            and self._frontends.owner(output.request_id) is not None
+            for output in outputs.outputs
+        ):
+            raise EngineDeadError()
         for name, theirs in self._split(outputs).items():
             self._link.send(name, Outputs(), encode_payload(theirs))
 

@@ -12,7 +12,17 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from tests.fakes import FakeWorker, make_request, within
 from tests.workers.lines import Line
-from transfer.messages import AbortRequests, Outputs, Ping, Pong, Released, decode_outputs
+from transfer.messages import (
+    AbortRequests,
+    Call,
+    CallResult,
+    Outputs,
+    Ping,
+    Pong,
+    Released,
+    decode_outputs,
+    encode_payload,
+)
 from transfer.registry import Registry
 
 pytestmark = pytest.mark.anyio
@@ -179,3 +189,29 @@ async def test_an_engine_that_is_stuck_over_requests_is_taken_for_dead(
     await running(worker, lines[0], "a")
     with pytest.raises(EngineDeadError):
         await within(watching)
+
+
+async def test_an_engine_that_gives_up_its_requests_unasked_has_died(
+    worker: FakeWorker, lines: list[Line]
+) -> None:
+    await running(worker, lines[0], "a")
+    given_up = EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)
+    with pytest.raises(EngineDeadError):
+        worker.outbox.deliver(EngineCoreOutputs(outputs=[given_up]))
+    # Its frontend is not told that it has been aborted: it sends the request elsewhere.
+    lines[0].say(Ping())
+    await lines[0].hear(Pong)
+
+
+async def test_requests_that_a_frontend_has_had_given_up_are_told_so(
+    worker: FakeWorker, lines: list[Line]
+) -> None:
+    await running(worker, lines[0], "a")
+    lines[0].say(Call(1, "pause_scheduler"), encode_payload(["abort", True]))
+    await lines[0].hear(CallResult)
+    worker.engine.put(
+        EngineCoreOutputs(
+            outputs=[EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)]
+        )
+    )
+    assert (await lines[0].hear_output()).finish_reason is FinishReason.ABORT
