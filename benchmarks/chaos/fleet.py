@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,8 +65,8 @@ class Remains:
 
     leases: int
     charges: int
-    fds: dict[str, int]
-    """Open files of each process that is steady."""
+    fds: dict[str, Counter[str]]
+    """Open files of each process that is steady, by what they are."""
 
 
 class ChaosFleet:
@@ -76,7 +77,10 @@ class ChaosFleet:
         self._servers = servers
         self._engine = engine
         self._count = 0
-        self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10))
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True),  # else it would be counted
+            timeout=aiohttp.ClientTimeout(total=10),
+        )
         ports = free_ports(frontends + 2)
         self._line = CuttableLine(ports[-1])
         self._ports, self._worker_port = ports[:frontends], ports[-1]
@@ -109,7 +113,7 @@ class ChaosFleet:
     def _worker_starter(self, name: str, cuttable: bool) -> Callable[[], Child]:
         flags: list[str] = []
         if self._engine == "mock":
-            flags += ["--engine", "mock", "--mock-speed", "1"]
+            flags += ["--engine", "mock", "--mock-speed", "0.25"]
             flags += ["--num-gpu-blocks-override", "2000"]
         flags += ["--mm-identity-seed-file", str(self._servers.directory / "seed")]
         if cuttable:  # found by its address only, which is the line's
@@ -161,7 +165,7 @@ class ChaosFleet:
                 charges += sum(load[name] for name in ("requests", "prefill_tokens", "blocks"))
             charges += fleet["requests"]
         fds = {
-            member.name: len(list(Path(f"/proc/{member.child.pid}/fd").iterdir()))
+            member.name: open_files(member.child.pid)
             for member in self.members
             if member.steady
         }
@@ -218,6 +222,15 @@ class ChaosFleet:
         """What is in shared memory of any process that was ever part of this fleet."""
         pids = {pid for member in self.members for pid in member.pids}
         return segments_of(sorted(pids))
+
+
+def open_files(pid: int) -> Counter[str]:
+    """What files a process has open: sockets, pipes, and others by their path."""
+    found: Counter[str] = Counter()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found[str(link.readlink()).partition(":[")[0]] += 1
+    return found
 
 
 def segments_of(pids: Sequence[int]) -> list[str]:

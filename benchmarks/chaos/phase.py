@@ -60,8 +60,14 @@ async def run_phase(plan: Plan) -> PhaseResult:
             moved = await _moved(fleet)
         finally:
             await fleet.close()
-        grown = sum(max(0, after.fds[name] - count) for name, count in before.fds.items())
-        print(f"{plan.name}: open files {before.fds} before, {after.fds} after", flush=True)
+        grown = 0
+        for name, files in before.fds.items():
+            more = after.fds[name].total() - files.total()
+            grown += max(0, more)
+            print(f"{name}: {files.total()} open files before, {more} more after", flush=True)
+            if more > 0:
+                print(f"  {dict(after.fds[name] - files)} instead of "
+                      f"{dict(files - after.fds[name])}")
         return PhaseResult(
             plan.name, seconds, clients.tally, disturber.done, disturber.recoveries,
             after.leases, after.charges, fleet.segments(), grown, moved,
