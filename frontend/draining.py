@@ -4,9 +4,7 @@ vLLM's server shuts its engine client down as soon as it is told to end, which w
 off every stream. It does so in a thread of its own and waits for that: time enough to
 drain.
 
-vLLM names relied on: launchers.launcher.serve_http (that it sets ``app.state.server`` and
-calls ``engine_client.shutdown`` from another thread before it ends the HTTP server).
-Of uvicorn: Server.servers, server_state.connections and their ``shutdown``.
+Relied on of uvicorn: Server.servers, server_state.connections and their ``shutdown``.
 """
 
 from __future__ import annotations

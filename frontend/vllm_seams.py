@@ -8,6 +8,8 @@ vLLM names relied on: EngineCoreClient.make_async_mp_client (called by
 AsyncLLM.__init__); renderers.base.processor_cache_from_config and
 processor_only_cache_from_config (called by BaseRenderer.__init__);
 launchers.api_server.entry.build_app (called by build_and_serve);
+launchers.launcher.serve_http (sets app.state.server; calls the engine client's shutdown
+from another thread before it ends the HTTP server);
 BaseRenderer._process_mm_uuids, start_mm_warmup_in_background, mm_processor and its
 info.parse_mm_data; BaseMultiModalProcessor.apply (called by
 BaseRenderer._process_multimodal); BaseRenderer._tokenize_prompt, _tokenize_prompt_async,
