@@ -87,6 +87,8 @@ class ChaosFleet:
         self._num_workers = workers
         self.frontends: list[Member] = []
         self.workers: list[Member] = []
+        self.rejoined: list[float] = []
+        """Seconds from when a new worker says that it is ready until all frontends use it."""
 
     async def start(self) -> None:
         """Start everything and wait until all workers are used by all frontends."""
@@ -137,7 +139,14 @@ class ChaosFleet:
         self._servers.stop(member.child)
         member.child = member.start()
         member.pids.add(member.child.pid)
+        if member in self.workers:
+            await self._until(
+                lambda: self._says_it_is_ready(member), START_SECONDS, f"{member.name} ready"
+            )
+        began = now()
         await self._until(lambda: self._is_back(member), START_SECONDS, f"{member.name} back")
+        if member in self.workers:
+            self.rejoined.append(now() - began)
 
     async def until_all_ready(self) -> None:
         """Wait until every frontend uses every worker."""
@@ -170,6 +179,9 @@ class ChaosFleet:
             if member.steady
         }
         return Remains(leases, charges, fds)
+
+    async def _says_it_is_ready(self, worker: Member) -> bool:
+        return any(" is ready on " in line for line in worker.child.last_lines(50))
 
     async def _is_back(self, member: Member) -> bool:
         if member in self.frontends:
@@ -207,7 +219,7 @@ class ChaosFleet:
                     return
             if now() > deadline:
                 raise TimeoutError(f"{what}: not within {seconds:.0f} s")
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
 
     async def close(self) -> None:
         """End everything as it is ended in good order."""

@@ -70,7 +70,7 @@ async def run_phase(plan: Plan) -> PhaseResult:
                       f"{dict(files - after.fds[name])}")
         return PhaseResult(
             plan.name, seconds, clients.tally, disturber.done, disturber.recoveries,
-            after.leases, after.charges, fleet.segments(), grown, moved,
+            after.leases, after.charges, fleet.segments(), grown, fleet.rejoined, moved,
         )
 
 

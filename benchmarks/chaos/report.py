@@ -18,6 +18,7 @@ GOALS: tuple[tuple[str, str, str | None], ...] = (
     ("segments_left", "segments", "==0"),
     ("fds_grown", "descriptors", "==0"),
     ("recovery_s_p95", "s", "<=5"),
+    ("rejoin_s_p95", "s", "<=2"),
     ("requests_exact", "requests", None),
     ("requests_ended_with_error", "requests", None),
     ("disturbances", "disturbances", None),
@@ -37,6 +38,8 @@ class PhaseResult:
     charges: int
     segments: Sequence[str]
     fds_grown: int
+    rejoined: Sequence[float]
+    """Seconds until a new worker was used, from when it was ready."""
     moved: int
     """How often a request went on with another worker, as far as living frontends know."""
 
@@ -72,6 +75,11 @@ def table(phases: Sequence[PhaseResult]) -> str:
                     f"  recovery from a killed {kind}, {len(seconds)} clients: median "
                     f"{half:.2f} s, p95 {most:.2f} s, longest {max(seconds):.2f} s"
                 )
+        if phase.rejoined:
+            lines.append(
+                f"  a new worker was used by all frontends {max(phase.rejoined):.2f} s after "
+                "it was ready, at the latest"
+            )
         lines.append(
             f"  left: {phase.leases} leases, {phase.charges} charges, "
             f"{len(phase.segments)} segments, {phase.fds_grown} more descriptors"
@@ -82,6 +90,7 @@ def table(phases: Sequence[PhaseResult]) -> str:
 def metrics(phases: Sequence[PhaseResult]) -> list[Metric]:
     """Sums over the phases, and the recovery of all clients."""
     seconds = [r.seconds for phase in phases for r in phase.recoveries]
+    rejoined = [each for phase in phases for each in phase.rejoined]
     values: dict[str, float | None] = {
         "requests_lost": sum(len(phase.tally.lost) for phase in phases),
         "tokens_wrong": sum(phase.tally.tokens_wrong for phase in phases),
@@ -90,6 +99,7 @@ def metrics(phases: Sequence[PhaseResult]) -> list[Metric]:
         "segments_left": sum(len(phase.segments) for phase in phases),
         "fds_grown": sum(phase.fds_grown for phase in phases),
         "recovery_s_p95": rounded(percentile(seconds, 0.95)) if seconds else None,
+        "rejoin_s_p95": rounded(percentile(rejoined, 0.95)) if rejoined else None,
         "requests_exact": sum(phase.tally.exact for phase in phases),
         "requests_ended_with_error": sum(
             sum(phase.tally.ended.values()) for phase in phases

@@ -54,9 +54,7 @@ class LossFleet:
 
     def moved(self) -> float:
         """How many requests have been sent on to another worker."""
-        text = self.frontend.http.get("/metrics").text
-        lines = (line for line in text.splitlines() if "foveal_requests_moved_total " in line)
-        return float(next(lines).split()[-1])
+        return self.frontend.count("requests_moved")
 
 
 @pytest.fixture(scope="module")

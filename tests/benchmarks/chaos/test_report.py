@@ -16,7 +16,8 @@ def phase(**changes: object) -> PhaseResult:
         "name": "mocks", "seconds": 60.0, "tally": tally,
         "disturbances": Counter({"kill worker": 2}),
         "recoveries": [Recovery("worker", seconds) for seconds in (0.5, 1.0, 4.0)],
-        "leases": 0, "charges": 0, "segments": [], "fds_grown": 0, "moved": 4, **changes,
+        "leases": 0, "charges": 0, "segments": [], "fds_grown": 0, "rejoined": [0.4],
+        "moved": 4, **changes,
     }
     return PhaseResult(**values)  # type: ignore[arg-type]
 
@@ -39,6 +40,7 @@ def test_phases_are_added_up_and_every_promised_metric_is_there() -> None:
     assert (measured["leases_left"].value, measured["fds_grown"].value) == (2, 1)
     assert measured["tokens_wrong"].ok is True
     assert measured["recovery_s_p95"].value == 4.0
+    assert measured["rejoin_s_p95"].value == 0.4
     assert measured["disturbances"].value == 4
 
 
