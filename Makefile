@@ -14,7 +14,7 @@ SOURCES := configs frontend transfer workers tests benchmarks
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install serve test unit check clean
-.PHONY: bench-path bench-preprocess bench-replay bench-router bench-transfer
+.PHONY: bench-path bench-preprocess bench-replay bench-router bench-transfer chaos soak
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,14 @@ bench-router: $(INSTALLED) ## Measure what routing costs, beside NVIDIA Dynamo's
 
 bench-transfer: $(INSTALLED) ## Measure how pixels get from process to process
 	@$(BIN)/python -m benchmarks.transfer
+
+CHAOS_ARGS ?=
+chaos: $(INSTALLED) ## Kill, pause and cut off a fleet under load (CHAOS_ARGS=--mock-only)
+	@$(BIN)/python -m benchmarks.chaos $(CHAOS_ARGS)
+
+SOAK_ARGS ?=
+soak: $(INSTALLED) ## 30 minutes of distinct pictures: does memory stop growing? (SOAK_ARGS)
+	@$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 
 clean: ## Remove .venv, the demo's files and caches
 	rm -rf $(VENV) .demo build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

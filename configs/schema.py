@@ -174,6 +174,17 @@ class FrontendConfig(DiscoverySettings):
         30.0, "Seconds a request waits for a first worker before it is answered 503.",
         ge=0.0,
     )
+    migration_limit: int = setting(
+        3,
+        "How many workers may be lost under one request before it is given up. 0: none.",
+        env="DYN_MIGRATION_LIMIT", ge=0,
+    )
+    drain_timeout: float = setting(
+        25.0,
+        "Seconds that answers under way may take when this process is told to end. It "
+        "accepts no connections meanwhile.",
+        env="FOVEAL_DRAIN_TIMEOUT", ge=0.0,
+    )
 
 
 class WorkerConfig(DiscoverySettings):
@@ -205,6 +216,12 @@ class WorkerConfig(DiscoverySettings):
         "Seconds that a request waits for its tensors to be pulled before they are sent "
         "with it.",
         env="FOVEAL_MM_TRANSFER_TIMEOUT", gt=0.0,
+    )
+    drain_timeout: float = setting(
+        25.0,
+        "Seconds that requests under way may take when this worker is told to end. It gets "
+        "no new ones meanwhile, and what is not done by then goes on elsewhere.",
+        env="FOVEAL_DRAIN_TIMEOUT", ge=0.0,
     )
     engine: Literal["vllm", "mock"] = setting(
         "vllm",

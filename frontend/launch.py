@@ -48,7 +48,7 @@ def launch(arguments: Sequence[str], *, one_of_several: bool = False) -> int:
             return 0
         with reserved(args.host, args.port):
             command = [sys.executable, "-m", "frontend.one_of_several", *arguments]
-            return asyncio.run(supervise(command, settings.frontends))
+            return asyncio.run(supervise(command, settings.frontends, settings.drain_timeout))
     except (BadSetting, TransferError) as error:
         print(f"python -m frontend: {error}", file=sys.stderr)
         return 2

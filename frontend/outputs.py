@@ -10,7 +10,8 @@ vLLM names relied on: EngineCoreOutputs, EngineCoreOutput, FinishReason, Schedul
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.metrics.stats import SchedulerStats
@@ -18,11 +19,22 @@ from vllm.v1.metrics.stats import SchedulerStats
 ENGINE_INDEX = 0
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A request that ends with an error, behind the outputs that it did give."""
+
+    request_id: str
+    error: Exception
+
+
 class OutputStream:
     """Queue between the workers' lines and vLLM's output handler."""
 
     def __init__(self) -> None:
-        self._queue: asyncio.Queue[EngineCoreOutputs | Exception] = asyncio.Queue()
+        self.end_request: Callable[[str, Exception], None] | None = None
+        """Ends a request with an error whose text reaches the client. Without it the
+        request ends with vLLM's own, which says nothing."""
+        self._queue: asyncio.Queue[EngineCoreOutputs | _Failure | Exception] = asyncio.Queue()
         self._latest: dict[str, SchedulerStats] = {}
 
     def put(self, worker: str, outputs: EngineCoreOutputs) -> None:
@@ -33,14 +45,9 @@ class OutputStream:
             outputs.scheduler_stats = self._fleet_stats(outputs.scheduler_stats)
         self._queue.put_nowait(outputs)
 
-    def fail(self, request_ids: list[str]) -> None:
-        """End requests whose worker is lost; vLLM answers them 500."""
-        outputs = [
-            EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
-            for request_id in request_ids
-        ]
-        if outputs:
-            self._queue.put_nowait(EngineCoreOutputs(outputs=outputs))
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End a request with ``error``."""
+        self._queue.put_nowait(_Failure(request_id, error))
 
     def close(self, error: Exception) -> None:
         """End the stream: whoever waits for an output gets ``error``."""
@@ -55,10 +62,17 @@ class OutputStream:
         Raises:
             Exception: what ``close`` was given.
         """
-        outputs = await self._queue.get()
-        if isinstance(outputs, Exception):
-            raise outputs
-        return outputs
+        while True:
+            outputs = await self._queue.get()
+            if isinstance(outputs, Exception):
+                raise outputs
+            if not isinstance(outputs, _Failure):
+                return outputs
+            request_id = outputs.request_id
+            if self.end_request is None:
+                end = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
+                return EngineCoreOutputs(outputs=[end])
+            self.end_request(request_id, outputs.error)
 
     def _fleet_stats(self, news: SchedulerStats) -> SchedulerStats:
         """``news`` with its gauges summed, or averaged, over the fleet."""

@@ -7,6 +7,8 @@ launchers.launcher.setup_server.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -25,6 +27,7 @@ from configs.flags import BadSetting
 from configs.schema import FrontendConfig
 from frontend.admission import Admission, FleetLoad, limits_from
 from frontend.arena_cache import ArenaProcessorCache
+from frontend.draining import LAST_SECONDS, HttpDrain
 from frontend.embedding_checks import limits_of
 from frontend.engine_client import RoutedEngineClient
 from frontend.fleet_api import fleet_routes
@@ -59,7 +62,9 @@ SHM = Path("/dev/shm")
 async def serve(
     settings: FrontendConfig, args: argparse.Namespace, arguments: Sequence[str]
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. ``arguments`` is what the other two were made from.
+    """Serve until SIGTERM or Ctrl-C, then finish what has begun.
+
+    ``arguments`` is what the other two were made from.
 
     Raises:
         BadSetting, TransferError: the settings cannot work; the text says why.
@@ -96,6 +101,7 @@ async def serve(
             router=router,
             metrics=FrontendMetrics(),
             worker_wait_timeout=settings.worker_wait_timeout,
+            migration_limit=settings.migration_limit,
             embeddings=limits_of(config.model_config),
         )
         llm = make_llm(config, args, client, cache)
@@ -110,7 +116,7 @@ async def serve(
         pool = WorkerPool(
             hello, registry, settings.worker, shared_facts(config), client, nixl, access
         )
-        client.start(pool, llm.learn)
+        client.start(pool, llm.learn, llm.end_request)
         REGISTRY.register(FleetCollector(pool, router.plane, cache, arena, nixl))
         REGISTRY.register(UrlCacheCollector(url_cache.stats))
         try:
@@ -118,9 +124,12 @@ async def serve(
                 await preprocessing.start()
                 preprocess_beside(llm.renderer, preprocessing, cache)
             admission = Admission(limits_from(settings), llm, lambda: fleet_load(client))
-            with our_app(fleet_routes(client), admission):
+            llm.drain = HttpDrain(settings.drain_timeout)
+            with our_app(fleet_routes(client), admission, llm.drain):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)
-            await shutdown
+            with contextlib.suppress(TimeoutError):  # of clients that do not read
+                async with asyncio.timeout(LAST_SECONDS):
+                    await shutdown
         finally:
             llm.shutdown()
             await client.closed()

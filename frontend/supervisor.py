@@ -27,15 +27,17 @@ LONGEST_PAUSE_SECONDS = 30.0
 STEADY_SECONDS = 60.0
 """... until a process has run for this long."""
 
-STOP_SECONDS = 30.0
-"""How long a process may take to end when it is told to; then it is killed."""
+STOP_SECONDS = 10.0
+"""How long a process may take to end when it has drained; then it is killed."""
 
 BAD_SETTING = 2
 """Exit status that starting again would not change."""
 
 
-async def supervise(command: Sequence[str], count: int) -> int:
+async def supervise(command: Sequence[str], count: int, drain_seconds: float) -> int:
     """Keep ``count`` processes of ``command`` running until SIGTERM or Ctrl-C.
+
+    Each may take ``drain_seconds`` to finish what it has when it is told to end.
 
     Returns the exit status: 0, or that of a process that cannot work with its settings.
     None of the processes is left, and nothing of their shared memory.
@@ -44,7 +46,7 @@ async def supervise(command: Sequence[str], count: int) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    keepers = [loop.create_task(_keep(command, stopping)) for _ in range(count)]
+    keepers = [loop.create_task(_keep(command, stopping, drain_seconds)) for _ in range(count)]
     try:
         await asyncio.wait(keepers, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -55,7 +57,9 @@ async def supervise(command: Sequence[str], count: int) -> int:
     return max(statuses)
 
 
-async def _keep(command: Sequence[str], stopping: asyncio.Event) -> int:
+async def _keep(
+    command: Sequence[str], stopping: asyncio.Event, drain_seconds: float
+) -> int:
     """Run one process, again and again; returns when stopping or when it is of no use."""
     pause = FIRST_PAUSE_SECONDS
     while not stopping.is_set():
@@ -67,7 +71,7 @@ async def _keep(command: Sequence[str], stopping: asyncio.Event) -> int:
             preexec_fn=told_when_parent_ends(signal.SIGTERM),
         )
         if not await _ends_before(process, stopping):
-            await _end(process)
+            await _end(process, drain_seconds + STOP_SECONDS)
             return 0
         if process.returncode == BAD_SETTING:
             return BAD_SETTING
@@ -93,11 +97,11 @@ async def _ends_before(process: asyncio.subprocess.Process, event: asyncio.Event
     return not event.is_set()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process, seconds: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     try:
-        async with asyncio.timeout(STOP_SECONDS):
+        async with asyncio.timeout(seconds):
             await process.wait()
     except TimeoutError:
         logger.error("frontend process %d does not end: killing it", process.pid)

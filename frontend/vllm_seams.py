@@ -8,16 +8,21 @@ vLLM names relied on: EngineCoreClient.make_async_mp_client (called by
 AsyncLLM.__init__); renderers.base.processor_cache_from_config and
 processor_only_cache_from_config (called by BaseRenderer.__init__);
 launchers.api_server.entry.build_app (called by build_and_serve);
+launchers.launcher.serve_http (sets app.state.server; calls the engine client's shutdown
+from another thread before it ends the HTTP server);
 BaseRenderer._process_mm_uuids, start_mm_warmup_in_background, mm_processor and its
 info.parse_mm_data; BaseMultiModalProcessor.apply (called by
 BaseRenderer._process_multimodal); BaseRenderer._tokenize_prompt, _tokenize_prompt_async,
 _wants_offsets, _build_tokens_prompt, _executor; TokenizeParams.get_encode_kwargs;
 async_utils.make_async; exceptions.VLLMValidationError; AsyncLLM.check_health, _add_request;
+OutputProcessor.request_states, abort_requests; RequestState.queue (put, request_id: of an
+exception, generate() raises it);
 InputProcessor.mm_encoder_cache_size; AsyncEngineArgs.create_model_config.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +46,7 @@ from vllm.v1.executor import Executor
 from configs.flags import BadSetting, sentence_of
 from frontend.admission import Admission
 from frontend.admission_middleware import AdmissionMiddleware
+from frontend.draining import HttpDrain, OpenRequestsMiddleware
 from frontend.embedding_checks import EmbeddingLimits, check_embedding_data, limits_of
 from frontend.engine_client import RoutedEngineClient
 from frontend.media.lazy_image import ImageUnreadable
@@ -52,6 +58,9 @@ from transfer.messages import WorkerFacts
 
 class RoutedLLM(AsyncLLM):
     """vLLM's AsyncLLM over a fleet: healthy when a worker is ready."""
+
+    drain: HttpDrain | None = None
+    """What is to happen before anything is shut down."""
 
     async def check_health(self) -> None:
         await super().check_health()
@@ -67,6 +76,27 @@ class RoutedLLM(AsyncLLM):
             await self.abort(request.request_id, internal=True)
             raise
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        if self.drain is not None and not _on_an_event_loop():
+            self.drain.wait()
+        super().shutdown(timeout=timeout)
+
+    def end_request(self, request_id: str, error: Exception) -> None:
+        """End a request with an error whose text reaches its client.
+
+        With all of its siblings where ``n`` is above 1: they are one answer.
+        """
+        state = self.output_processor.request_states.get(request_id)
+        if state is None or state.queue is None:
+            return
+        state.queue.put(error)
+        siblings = self.output_processor.abort_requests(
+            [state.queue.request_id], internal=True
+        )
+        client = self.engine_core
+        if isinstance(client, RoutedEngineClient):
+            client.requests.abort(siblings)
+
     def learn(self, facts: WorkerFacts) -> None:
         """Take over what only a running engine knows."""
         self.model_config.max_model_len = min(
@@ -76,6 +106,14 @@ class RoutedLLM(AsyncLLM):
         cache.block_size, cache.num_gpu_blocks = facts.block_size, facts.num_kv_blocks
         if facts.encoder_cache_tokens:
             self.input_processor.mm_encoder_cache_size = facts.encoder_cache_tokens
+
+
+def _on_an_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class FrontendEngineArgs(AsyncEngineArgs):
@@ -234,16 +272,21 @@ def _reuse_tokenization(renderer: Any) -> None:
 
 
 @contextmanager
-def our_app(routes: APIRouter, admission: Admission) -> Iterator[None]:
-    """Within, the app that vLLM builds has our routes, response headers and admission."""
+def our_app(routes: APIRouter, admission: Admission, drain: HttpDrain) -> Iterator[None]:
+    """Within, the app that vLLM builds has our routes, response headers and admission.
+
+    ``drain`` will let it finish its responses.
+    """
     build = entry.__dict__["build_app"]
 
     def build_app(args: Any, *rest: Any, **kwargs: Any) -> FastAPI:
         # Named, because vLLM's app takes no middleware once it is built.
-        ours = [_name_of(each) for each in (ReceiptMiddleware, AdmissionMiddleware)]
-        args.middleware = [*args.middleware, *ours]
+        # The last is the outermost.
+        ours = (ReceiptMiddleware, AdmissionMiddleware, OpenRequestsMiddleware)
+        args.middleware = [*args.middleware, *map(_name_of, ours)]
         app = build(args, *rest, **kwargs)
         app.state.admission = admission
+        drain.watch(app)
         app.include_router(routes)
         return app
 

@@ -3,7 +3,8 @@
 For each worker that discovery names there is one ``Worker`` with a line to it. It says
 hello until it is answered, checks that the worker's engine fits, listens to its KV deltas,
 and pings it. A worker that leaves or falls silent is lost: it is told to ``on_lost`` and
-greeted again as long as discovery names it.
+greeted again as long as discovery names it. One that drains finishes what it has, and gets
+nothing new.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transfer.errors import BadMessage, TransferError
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
 from transfer.messages import (
     Bye,
+    Draining,
     Frame,
     Hello,
     KvDelta,
@@ -36,15 +38,21 @@ from transfer.messages import (
     TransferChosen,
     WorkerFacts,
 )
+from transfer.process import wants_to_run
 from transfer.process_watch import ProcessWatch, watch_process
 from transfer.registry import Registry, WorkerRecord
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 3.0
+SILENT_SECONDS = 2.5
 """A worker that has not answered for this long is lost, ..."""
-SILENT_SECONDS_ALIVE = 15.0
-"""... unless its process is known to live on this host: then it may only be starved."""
+SILENT_SECONDS_STARVED = 15.0
+"""... unless its process is on this host and wants to run: then it only lacks a processor."""
+GREETINGS = 30
+"""Unanswered greetings after which the line is made anew: those that nobody reads stay
+queued in it, and must not pile up while a worker is away."""
+WATCH_SECONDS = 0.25
+"""How often that is looked at: a worker is missed within 3 seconds."""
 
 _UNPROTECTED = Access()
 
@@ -79,23 +87,30 @@ class Worker:
         """Its own name once it has answered."""
         self.facts: WorkerFacts | None = None
         self.ready = False
+        """Whether it has been brought up to date and can be reached."""
+        self.draining = False
+        """Whether it has said that it is going to leave."""
         self.refused = ""
         self.epoch = ""
         self.transfer = "inline"
         self.transfer_reason = ""
         self.last_heard = time.monotonic()
+        self.greetings = 0
+        """Sent since it was heard last."""
         self.kv: KvSubscriber | None = None
         self.process: ProcessWatch | None = None
         self.tasks: list[asyncio.Task[None]] = []
 
     def is_silent(self, now: float) -> bool:
-        known_alive = (
-            self.record is not None
-            and self.record.is_local()
-            and not self.record.is_dead()
-        )
-        limit = SILENT_SECONDS_ALIVE if known_alive else SILENT_SECONDS
-        return now - self.last_heard > limit
+        """Whether it should have answered by ``now``."""
+        silent = now - self.last_heard
+        if silent <= SILENT_SECONDS:
+            return False
+        return silent > SILENT_SECONDS_STARVED or not self._is_starved()
+
+    def _is_starved(self) -> bool:
+        record = self.record
+        return record is not None and record.is_local() and wants_to_run(record.pid)
 
     def describe(self) -> dict[str, Any]:
         """What ``GET /v1/fleet`` shows of it."""
@@ -103,6 +118,7 @@ class Worker:
             "id": self.name,
             "address": self.address,
             "ready": self.ready,
+            "draining": self.draining,
             "refused": self.refused or None,
             "transfer": self.transfer if self.ready else None,
             "transfer_reason": self.transfer_reason or None,
@@ -153,6 +169,11 @@ class WorkerPool:
         return list(self._workers.values())
 
     def ready_workers(self) -> dict[str, Worker]:
+        """Those that new requests may go to, by name."""
+        return {w.name: w for w in self._workers.values() if w.ready and not w.draining}
+
+    def reachable_workers(self) -> dict[str, Worker]:
+        """Those that have requests or may get some, by name."""
         return {w.name: w for w in self._workers.values() if w.ready}
 
     async def wait_until_ready(self, timeout: float) -> bool:
@@ -197,30 +218,47 @@ class WorkerPool:
                     self._remove(worker)
 
     async def _watch_heartbeats(self) -> None:
+        beat = time.monotonic()
         while True:
             asleep = time.monotonic()
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            # After a stall of our own, what workers have said is still to be read.
-            stalled = now - asleep > 2 * HEARTBEAT_SECONDS
+            overslept = now - asleep - WATCH_SECONDS
             for worker in self.workers:
-                if not worker.epoch:
-                    # Also one that was refused: another may have taken its address.
-                    worker.link.send(self._hello)
-                elif worker.is_silent(now) and not stalled:
+                # While we could not listen nobody was silent.
+                worker.last_heard += overslept
+                if worker.epoch and worker.is_silent(now):
                     self._lose(worker, "does not answer")
-                else:
-                    worker.link.send(Ping())
+            if now - beat >= HEARTBEAT_SECONDS:
+                beat = now
+                for worker in self.workers:
+                    if worker.epoch:
+                        worker.link.send(Ping())
+                    else:  # also if it was refused: another may have taken its address
+                        self._greet(worker)
 
     def _add(self, address: str, record: WorkerRecord | None) -> None:
         link = FrontendLink(self._context, self._hello.frontend, address, self._access)
         worker = self._workers[address] = Worker(address, link)
         worker.record = record
-        link.watch_breaks(lambda: self._lose(worker, "was disconnected"))
-        worker.tasks.append(
-            asyncio.create_task(self._listen(worker), name=f"from {address}")
-        )
+        self._use(worker, link)
         link.send(self._hello)
+
+    def _use(self, worker: Worker, link: FrontendLink) -> None:
+        """Speak and listen to a worker over ``link``."""
+        worker.link = link
+        link.watch_breaks(lambda: self._lose(worker, "was disconnected"))
+        listening = asyncio.create_task(self._listen(worker), name=f"from {worker.address}")
+        worker.tasks.insert(0, listening)
+
+    def _greet(self, worker: Worker) -> None:
+        worker.greetings += 1
+        if worker.greetings % GREETINGS == 0:
+            worker.link.close()
+            worker.tasks.pop(0).cancel()
+            name = self._hello.frontend
+            self._use(worker, FrontendLink(self._context, name, worker.address))
+        worker.link.send(self._hello)
 
     def _remove(self, worker: Worker) -> None:
         self._lose(worker, "has left")
@@ -237,11 +275,14 @@ class WorkerPool:
         while True:
             message, payload = await worker.link.receive()
             worker.last_heard = time.monotonic()
+            worker.greetings = 0
             match message:
                 case Ready():
                     self._admit(worker, message)
                 case Refused():
                     self._refuse(worker, message.worker, f"it refuses us: {message.reason}")
+                case Draining():
+                    self._spare(worker, message.seconds)
                 case Bye():
                     self._lose(worker, "has said goodbye")
                 case TransferChosen() | Pulling():
@@ -272,6 +313,7 @@ class WorkerPool:
             self._refuse(worker, ready.worker, str(error))
             return
         worker.refused = ""
+        worker.draining = False
         self._agreed = self._agreed or ready.facts
         worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
         worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
@@ -300,7 +342,8 @@ class WorkerPool:
                 self._agreed = None  # it must not decide who may come after it
             return
         worker.ready = True
-        self._some_ready.set()
+        if not worker.draining:
+            self._some_ready.set()
         logger.info(
             "worker %s is ready (%s: %s)", worker.name, worker.transfer, worker.transfer_reason
         )
@@ -332,6 +375,13 @@ class WorkerPool:
                 self._events.on_report(worker, news)
             else:
                 self._events.on_delta(worker, news)
+
+    def _spare(self, worker: Worker, seconds: float) -> None:
+        """Send nothing new to a worker that is going to leave."""
+        logger.info("worker %s drains, for at most %.0f s", worker.name, seconds)
+        worker.draining = True
+        if not self.ready_workers():
+            self._some_ready.clear()
 
     def _lose(self, worker: Worker, why: str) -> None:
         if not worker.epoch:

@@ -29,7 +29,7 @@ from vllm.v1.serial_utils import (
 from transfer.errors import BadMessage
 from transfer.tensor_ref import ArenaId, RemoteArena
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Frame = bytes | bytearray | memoryview
 
@@ -267,6 +267,15 @@ class Pong(msgspec.Struct, tag=True):
     """Of the last ``KvDelta``; it may still be under way when this arrives."""
 
 
+class Draining(msgspec.Struct, tag=True):
+    """The worker is going to leave: send no new requests. Those it has it finishes.
+
+    What is not done within ``seconds`` is left to others; ``Bye`` follows in any case.
+    """
+
+    seconds: float
+
+
 class Bye(msgspec.Struct, tag=True):
     """The sender is leaving in good order."""
 
@@ -291,6 +300,7 @@ Message = (
     | LoadReport
     | Ping
     | Pong
+    | Draining
     | Bye
 )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEAD_STATES = frozenset("ZXx")
+_BUSY_STATES = frozenset("RD")
 
 
 def process_start_time(pid: int) -> int | None:
@@ -31,6 +32,26 @@ def process_start_time(pid: int) -> int | None:
 def is_alive(pid: int, start_time: int) -> bool:
     """Tell whether the process that started then under this id still runs."""
     return process_start_time(pid) == start_time
+
+
+def wants_to_run(pid: int) -> bool:
+    """Tell whether any thread of a process runs, would run, or waits for a disk.
+
+    One that does not, and does not answer either, has been stopped or is stuck. False for
+    a process that has ended, or that cannot be looked at.
+    """
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return False
+    for task in tasks:
+        try:
+            stat = (task / "stat").read_bytes()
+        except OSError:  # the thread has ended
+            continue
+        if stat[stat.rindex(b")") + 2 :][:1].decode() in _BUSY_STATES:
+            return True
+    return False
 
 
 def same_host_key() -> str:

@@ -5,6 +5,7 @@ vLLM names relied on: EngineCoreRequest.mm_features.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from vllm.v1.engine import EngineCoreRequest
@@ -84,6 +85,17 @@ class Frontends:
     def __init__(self) -> None:
         self._by_name: dict[str, Frontend] = {}
         self._owners: dict[str, Frontend] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests the engine may still be working on, not aborted."""
+        return len(self._owners)
+
+    async def until_idle(self) -> None:
+        """Wait until there is no such request."""
+        await self._idle.wait()
 
     def get(self, name: str) -> Frontend | None:
         return self._by_name.get(name)
@@ -103,6 +115,7 @@ class Frontends:
         frontend.requests.clear()
         frontend.parts.clear()
         frontend.charges.clear()
+        self._note_idle()
         return left
 
     def silent_since(self, deadline: float) -> list[str]:
@@ -120,6 +133,7 @@ class Frontends:
                 return False
             frontend.parts[request_id] += 1
             return True
+        self._idle.clear()
         frontend.requests.add(request_id)
         if streams:
             frontend.parts[request_id] = 1
@@ -142,6 +156,7 @@ class Frontends:
             frontend.parts.pop(request_id, None)
             frontend.leases.pop(request_id, None)
             frontend.charges.pop(request_id, None)
+            self._note_idle()
         return frontend
 
     def charge(self, request_id: str, prefill_tokens: int, blocks: int) -> None:
@@ -164,3 +179,7 @@ class Frontends:
 
     def owner(self, request_id: str) -> Frontend | None:
         return self._owners.get(request_id)
+
+    def _note_idle(self) -> None:
+        if not self._owners:
+            self._idle.set()

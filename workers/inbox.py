@@ -28,6 +28,7 @@ from transfer.messages import (
     Bye,
     Call,
     CallResult,
+    Draining,
     Frame,
     Hello,
     KvDelta,
@@ -77,6 +78,9 @@ _EMPTIES_KV_CACHE = frozenset({
     "reset_prefix_cache", "sleep", "release_kv_cache_memory", "pause_scheduler",
 })
 
+_ABORTS_REQUESTS = frozenset({"sleep", "pause_scheduler"})
+_TAKES_REQUESTS_AGAIN = frozenset({"wake_up", "resume_scheduler"})
+
 _FORGETS_IMAGES = frozenset({
     "reset_encoder_cache", "reset_mm_cache", "sleep", "release_kv_cache_memory",
 })
@@ -113,6 +117,7 @@ class Inbox:
         self._seed_fingerprint = ready.facts.identity_seed_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: set[str] = set()
+        self._draining: Draining | None = None
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Frontends that have gone and are still being cleaned up after."""
 
@@ -148,6 +153,15 @@ class Inbox:
             for name in self._frontends.silent_since(now - SILENT_SECONDS):
                 logger.warning("frontend %s is silent: dropping it", name)
                 self._drop(name)
+
+    def begin_draining(self, seconds: float) -> None:
+        """Tell every frontend that this worker will leave, in ``seconds`` at most.
+
+        It still takes what they send before they have heard.
+        """
+        self._draining = Draining(seconds)
+        for name in self._frontends.names():
+            self._link.send(name, self._draining)
 
     def say_goodbye(self) -> None:
         """Tell every frontend that this worker is leaving."""
@@ -244,6 +258,8 @@ class Inbox:
         self._start(self._connect(name, hello))
 
     def _objection(self, name: str, hello: Hello) -> str:
+        if self._draining is not None:
+            return "this worker is about to leave"
         if name != hello.frontend:
             return f"calls itself {hello.frontend} but is {name}"
         if hello.protocol != PROTOCOL_VERSION:
@@ -275,6 +291,8 @@ class Inbox:
                 nixl=not self._nixl.unusable,
             )
             self._link.send(name, ready)
+            if self._draining is not None:  # since it said hello
+                self._link.send(name, self._draining)
         finally:
             self._greeting.discard(name)
 
@@ -342,7 +360,11 @@ class Inbox:
                 raise BadMessage(f"{call.method} is not for frontends to call")
             if call.method == "collective_rpc" and not _may_name(arguments):
                 raise BadMessage(f"collective_rpc{arguments[:1]} is not for frontends to call")
+            if call.method in _ABORTS_REQUESTS:
+                self._outbox.aborts_are_meant = True
             result = await self._engine.call_utility_async(call.method, *arguments)
+            if call.method in _TAKES_REQUESTS_AGAIN:
+                self._outbox.aborts_are_meant = False
             frames = encode_payload(result)
         except EngineDeadError:
             raise

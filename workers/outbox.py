@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 RELEASE_SECONDS = 60.0
 """An engine that has not answered for this long is taken for dead."""
 
+STUCK_SECONDS = 300.0
+"""So is one that has requests, and has said nothing for this long and still does not when
+it is asked. Longer than any step: a long prompt takes minutes on a processor."""
+
 
 class Outbox:
     """Splits the engine's outputs by owner, and confirms aborts."""
@@ -43,9 +47,25 @@ class Outbox:
         self._leases: list[Lease] = []
         """What aborted requests had of the worker's own arena."""
         self._something_aborted = asyncio.Event()
+        self._steps = 0
+        """That have had outputs."""
+        self.aborts_are_meant = False
+        """Whether a frontend has asked for what makes the engine abort its requests."""
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Send the outputs of one step to those who asked."""
+        """Send the outputs of one step to those who asked.
+
+        Raises:
+            EngineDeadError: the engine gives its requests up without being asked to, as
+                it does when it is told to end before its worker is. They go on elsewhere.
+        """
+        self._steps += 1
+        if not self.aborts_are_meant and any(
+            output.finish_reason is FinishReason.ABORT
+            and self._frontends.owner(output.request_id) is not None
+            for output in outputs.outputs
+        ):
+            raise EngineDeadError()
         for name, theirs in self._split(outputs).items():
             self._link.send(name, Outputs(), encode_payload(theirs))
 
@@ -112,6 +132,19 @@ class Outbox:
                 by_frontend.setdefault(frontend, []).append(request_id)
             for frontend, request_ids in by_frontend.items():
                 self._link.send(frontend, Released(request_ids))
+
+    async def watch_engine(self) -> None:
+        """Run until the engine is stuck, and with it all of its requests.
+
+        Raises:
+            EngineDeadError: it has died, or does not answer.
+        """
+        while True:
+            steps = self._steps
+            await asyncio.sleep(STUCK_SECONDS)
+            if self._frontends.num_requests and self._steps == steps:
+                logger.warning("the engine has said nothing for %.0f s", STUCK_SECONDS)
+                await self.engine_is_past()
 
     async def engine_is_past(self) -> None:
         """Return when the steps under way have ended.

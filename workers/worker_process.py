@@ -1,7 +1,7 @@
 """The process around one vLLM engine.
 
 Starts the engine, announces the worker, moves messages in and out, and on SIGTERM or
-Ctrl-C takes everything down in the opposite order.
+Ctrl-C finishes what it has, then takes everything down in the opposite order.
 
 vLLM names relied on: EngineCoreClient.make_async_mp_client, Executor.get_class,
 AsyncMPClient.shutdown, collective_rpc_async; EngineCoreOutputs.
@@ -36,6 +36,7 @@ from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
 from transfer.registry import Registry, WorkerRecord, this_process
+from workers.draining import StopSignals, drain
 from workers.engine_args import engine_config, facts_of
 from workers.engine_inputs import EngineInputs
 from workers.engine_outputs import follow_engine
@@ -127,10 +128,7 @@ async def _serve(
     facts: WorkerFacts,
 ) -> int:
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-
+    signals = StopSignals()
     context = zmq.asyncio.Context()
     if settings.port is None:
         addresses = (f"ipc://{sockets}/requests", f"ipc://{sockets}/kv")
@@ -175,6 +173,7 @@ async def _serve(
         loop.create_task(follow_engine(engine, on_outputs), name="outputs"),
         loop.create_task(load.run(), name="load reports"),
         loop.create_task(outbox.confirm_aborts(), name="aborts"),
+        loop.create_task(outbox.watch_engine(), name="engine"),
         loop.create_task(inbox.run(), name="inbox"),
         loop.create_task(inbox.drop_silent_frontends(), name="silent frontends"),
         loop.create_task(
@@ -190,8 +189,12 @@ async def _serve(
         )
     )
     logger.info("worker %s is ready on %s", worker, link.address)
-    stop = loop.create_task(stopping.wait(), name="stop")
+    stop = loop.create_task(signals.first.wait(), name="stop")
     done, _ = await asyncio.wait([stop, *work], return_when=asyncio.FIRST_COMPLETED)
+    if done == {stop}:
+        done |= await drain(
+            [(inbox, frontends)], settings.drain_timeout, signals.second, work
+        )
     registry.withdraw_record(worker)
     inbox.say_goodbye()
     status = 0

@@ -106,9 +106,20 @@ class Frontend(Server):
         answer: dict[str, Any] = self.http.get("/v1/fleet").raise_for_status().json()
         return answer
 
+    def count(self, counter: str) -> float:
+        """The value of a counter of ours that has no labels."""
+        lines = self.http.get("/metrics").raise_for_status().text.splitlines()
+        (line,) = (line for line in lines if line.startswith(f"foveal_{counter}_total "))
+        return float(line.split()[1])
+
     def workers(self) -> dict[str, dict[str, Any]]:
         """Its ready workers by name."""
         return {w["id"]: w for w in self.fleet()["workers"] if w["ready"]}
+
+    def fleet_worker(self, name: str) -> dict[str, Any]:
+        """One of its workers, ready or not."""
+        found: dict[str, Any] = next(w for w in self.fleet()["workers"] if w["id"] == name)
+        return found
 
     def has_workers(self, count: int) -> bool:
         return self.answers() and len(self.workers()) == count

@@ -36,6 +36,7 @@ class Fleet:
         transfer: str = "auto",
         mode: str = "kv",
         wait: float = 20.0,
+        migration_limit: int = 3,
         addresses: Sequence[str] = (),
         expected: dict[str, object] | None = None,
         frontend: str = "frontend-1",
@@ -51,6 +52,7 @@ class Fleet:
             router=Router(mode, RouterSettings(), time.monotonic, random.Random(1)),
             metrics=FrontendMetrics(self.metrics),
             worker_wait_timeout=wait,
+            migration_limit=migration_limit,
         )
         self.hello = Hello(
             frontend=frontend,
@@ -118,8 +120,8 @@ class Fleet:
         """Whether nothing is kept or counted for any request."""
         client = self.client
         return not (
-            client._sent
-            or client._families
+            client.requests._sent
+            or client.requests._families
             or client._calls
             or len(client.router.load)
             or self.arena.stats().leased_entries

@@ -10,11 +10,12 @@ from http import HTTPStatus
 
 import pytest
 import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
-from frontend.engine_client import MAX_ATTEMPTS, NoWorkers
+from frontend.in_flight import AnswerLost, NoWorkers
 from frontend.receipt import Receipt, current_receipt
 from frontend.router.block_hashes import RequestHasher
 from tests.fakes import eventually, make_facts, make_item, make_request, within
@@ -139,11 +140,11 @@ async def test_the_children_of_one_request_move_together(fleet: Fleet) -> None:
         workers[f"worker-{i}"].engine.stalled = True
     for child in range(4):
         await fleet.client.add_request_async(make_request(f"{child}_a"))
-    first = fleet.client._families["a"]
+    first = fleet.client.requests._families["a"]
     await eventually(lambda: len(workers[first].engine.pixels) == 4)
     await workers[first].leave()
     await fleet.until_gone(first)
-    second = fleet.client._families["a"]
+    second = fleet.client.requests._families["a"]
     assert second != first
     await eventually(lambda: len(workers[second].engine.pixels) == 4)
 
@@ -244,21 +245,126 @@ async def test_a_request_without_a_token_moves_when_its_worker_is_lost(fleet: Fl
     await eventually(fleet.at_rest)
 
 
-async def test_a_request_with_a_token_ends_in_an_error_when_its_worker_is_lost(
+async def test_a_request_with_a_token_goes_on_behind_it_when_its_worker_is_lost(
     fleet: Fleet,
 ) -> None:
     first = await fleet.start("worker-1")
     first.engine.stalled = True
-    await fleet.client.add_request_async(make_request("r", items=[make_item(1.0)]))
+    pixels = torch.rand(40, 50)
+    await fleet.client.add_request_async(
+        make_request("r", tokens=[3, 4], max_tokens=4, items=[make_item(pixels)])
+    )
     await within(first.engine.added.get())
     first.engine.say("r", 5)
     assert (await within(fleet.client.get_output_async())).outputs[0].new_token_ids == [5]
     second = await fleet.start("worker-2")
     await first.leave()
-    (end,) = await fleet.answer("r")
-    assert end.finish_reason is FinishReason.ERROR
-    assert not second.engine.pixels
-    assert fleet.count("requests_failed") == 1
+    # The fake engine answers with the first tokens of its prompt.
+    answer = await fleet.answer("r")
+    assert tokens_of(answer) == [3, 4, 5]
+    assert answer[-1].finish_reason is FinishReason.LENGTH
+    sent = await within(second.engine.added.get())
+    assert sent.prompt_token_ids == [3, 4, 5]
+    assert torch.equal(second.engine.pixels["r"][0], pixels)
+    assert fleet.count("requests_moved") == 1
+    await eventually(fleet.at_rest)
+
+
+async def test_what_was_said_twice_reaches_the_client_once(fleet: Fleet) -> None:
+    first = await fleet.start("worker-1")
+    first.engine.stalled = True
+    request = make_request("r", tokens=[3, 4, 5, 6], max_tokens=4)
+    request.sampling_params = SamplingParams(max_tokens=4, temperature=1.0, seed=7)
+    await fleet.client.add_request_async(request)
+    await within(first.engine.added.get())
+    first.engine.say("r", 3)
+    first.engine.say("r", 4)
+    for token in (3, 4):
+        (output,) = (await within(fleet.client.get_output_async())).outputs
+        assert output.new_token_ids == [token]
+    second = await fleet.start("worker-2")
+    await first.leave()
+    assert tokens_of(await fleet.answer("r")) == [5, 6]
+    sent = await within(second.engine.added.get())
+    assert sent.prompt_token_ids == [3, 4, 5, 6]
+    await eventually(fleet.at_rest)
+
+
+async def test_an_answer_that_comes_out_differently_ends_with_the_reason(
+    registry: Registry,
+) -> None:
+    async with Fleet(registry) as fleet:
+        ended: dict[str, Exception] = {}
+        fleet.client._outputs.end_request = ended.__setitem__
+        first = await fleet.start("worker-1")
+        first.engine.stalled = True
+        request = make_request("r")
+        request.sampling_params = SamplingParams(max_tokens=4, temperature=1.0, seed=7)
+        await fleet.client.add_request_async(request)
+        await within(first.engine.added.get())
+        first.engine.say("r", 99)
+        await within(fleet.client.get_output_async())
+        second = await fleet.start("worker-2")
+        second.engine.stalled = True
+        await first.leave()
+        await within(second.engine.added.get())
+        second.engine.say("r", 98)
+        waiting = asyncio.ensure_future(fleet.client.get_output_async())
+        await eventually(lambda: ended)
+        assert isinstance(ended["r"], AnswerLost)
+        assert "answers differently" in str(ended["r"])
+        assert await within(second.engine.aborted.get()) == ["r"]
+        assert fleet.count("requests_failed") == 1
+        await eventually(fleet.at_rest)
+        waiting.cancel()
+
+
+async def test_a_request_that_cannot_go_on_ends_with_the_reason_behind_its_tokens(
+    registry: Registry,
+) -> None:
+    async with Fleet(registry) as fleet:
+        ended: dict[str, Exception] = {}
+        fleet.client._outputs.end_request = ended.__setitem__
+        first = await fleet.start("worker-1")
+        first.engine.stalled = True
+        request = make_request("r")
+        request.sampling_params = SamplingParams(temperature=1.0, presence_penalty=1.0)
+        await fleet.client.add_request_async(request)
+        await within(first.engine.added.get())
+        first.engine.say("r", 5)
+        await eventually(lambda: fleet.client.requests._sent["r"].answered)
+        await first.leave()
+        await fleet.until_gone("worker-1")
+        assert not ended
+        assert tokens_of((await within(fleet.client.get_output_async())).outputs) == [5]
+        waiting = asyncio.ensure_future(fleet.client.get_output_async())
+        await eventually(lambda: ended)
+        assert "presence or frequency penalty" in str(ended["r"])
+        assert isinstance(ended["r"], AnswerLost)
+        assert ended["r"].http_status == HTTPStatus.SERVICE_UNAVAILABLE
+        await eventually(fleet.at_rest)
+        waiting.cancel()
+
+
+async def test_a_request_outlives_so_many_losses_in_the_middle_of_its_answer(
+    fleet: Fleet,
+) -> None:
+    said = [50, 51, 52]
+    for number, token in enumerate(said):
+        worker = await fleet.introduce(f"worker-{number}")
+        worker.engine.stalled = True
+        if number == 0:
+            await fleet.client.add_request_async(
+                make_request("r", tokens=[1, 2, 3, 4], max_tokens=6)
+            )
+        await within(worker.engine.added.get())
+        worker.engine.say("r", token)
+        assert tokens_of((await within(fleet.client.get_output_async())).outputs) == [token]
+        await worker.leave()
+        await fleet.until_gone(f"worker-{number}")
+    last = await fleet.start("worker-last")
+    assert tokens_of(await fleet.answer("r")) == [1, 2, 3]
+    assert (await within(last.engine.added.get())).prompt_token_ids == [1, 2, 3, 4, *said]
     await eventually(fleet.at_rest)
 
 
@@ -390,18 +496,21 @@ async def test_a_hundred_requests_at_once_spread_and_all_come_back(fleet: Fleet)
     await eventually(fleet.at_rest)
 
 
-async def test_a_request_that_brings_workers_down_is_not_sent_to_all(fleet: Fleet) -> None:
-    for number in range(MAX_ATTEMPTS):
-        worker = await fleet.introduce(f"worker-{number}")
-        worker.engine.stalled = True
-        if number == 0:
-            await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
-        await worker.leave()
-        await fleet.until_gone(f"worker-{number}")
-    (end,) = await fleet.answer("r")
-    assert end.finish_reason is FinishReason.ERROR
-    await eventually(fleet.at_rest)
+async def test_a_request_that_brings_workers_down_is_not_sent_to_all(
+    registry: Registry,
+) -> None:
+    async with Fleet(registry, migration_limit=2) as fleet:
+        for number in range(3):
+            worker = await fleet.introduce(f"worker-{number}")
+            worker.engine.stalled = True
+            if number == 0:
+                await fleet.client.add_request_async(make_request("r"))
+            await within(worker.engine.added.get())
+            await worker.leave()
+            await fleet.until_gone(f"worker-{number}")
+        (end,) = await fleet.answer("r")
+        assert end.finish_reason is FinishReason.ERROR
+        await eventually(fleet.at_rest)
 
 
 async def test_a_request_that_waits_for_a_worker_can_be_aborted(fleet: Fleet) -> None:

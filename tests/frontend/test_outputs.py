@@ -74,15 +74,25 @@ async def test_a_lost_workers_statistics_count_no_more() -> None:
     assert now is not None and now.num_running_reqs == 1
 
 
-async def test_failed_requests_end_in_an_error() -> None:
+async def test_a_failed_request_ends_in_an_error() -> None:
     stream = OutputStream()
-    stream.fail([])
-    stream.fail(["a", "b"])
-    outputs = (await within(stream.get())).outputs
-    assert [(o.request_id, o.new_token_ids, o.finish_reason) for o in outputs] == [
-        ("a", [], FinishReason.ERROR),
-        ("b", [], FinishReason.ERROR),
-    ]
+    stream.fail("a", RuntimeError("its worker is gone"))
+    (output,) = (await within(stream.get())).outputs
+    assert (output.request_id, output.new_token_ids) == ("a", [])
+    assert output.finish_reason is FinishReason.ERROR
+
+
+async def test_the_reason_of_a_failure_is_told_behind_what_came_before_it() -> None:
+    stream = OutputStream()
+    told: list[tuple[str, str]] = []
+    stream.end_request = lambda request_id, error: told.append((request_id, str(error)))
+    stream.put("worker", outputs_of("a"))
+    stream.fail("a", RuntimeError("its worker is gone"))
+    stream.put("worker", outputs_of("b"))
+    assert (await within(stream.get())).outputs[0].request_id == "a"
+    assert not told
+    assert (await within(stream.get())).outputs[0].request_id == "b"
+    assert told == [("a", "its worker is gone")]
 
 
 async def test_closing_ends_the_wait_with_the_error_given() -> None:

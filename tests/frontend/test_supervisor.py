@@ -22,7 +22,7 @@ from frontend import supervisor
 supervisor.FIRST_PAUSE_SECONDS = float(sys.argv[2])
 supervisor.STOP_SECONDS = 2.0
 command = [sys.executable, "-c", sys.argv[1], sys.argv[3]]
-sys.exit(asyncio.run(supervisor.supervise(command, 2)))
+sys.exit(asyncio.run(supervisor.supervise(command, 2, 0.0)))
 """
 
 # Writes its process id into the directory, and waits to be told to end.

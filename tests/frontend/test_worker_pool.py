@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from frontend.worker_pool import GREETINGS, WATCH_SECONDS
 from tests.fakes import FakeWorker, eventually, make_facts, make_request, within
 from tests.frontend.fleets import Fleet
 from transfer.messages import PROTOCOL_VERSION, Bye, Outputs, Refused
-from transfer.process import process_start_time
+from transfer.process import process_start_time, wants_to_run
 from transfer.registry import Registry
 
 pytestmark = pytest.mark.anyio
@@ -72,18 +75,71 @@ async def test_the_end_of_a_workers_process_is_noticed_at_once(
         await eventually(lambda: not registry.records())
 
 
-async def test_a_silent_worker_is_lost_sooner_when_its_process_cannot_be_seen(
+async def test_a_silent_worker_is_missed_within_three_seconds_unless_it_is_starved(
     registry: Registry,
 ) -> None:
     async with Fleet(registry) as fleet:
         await fleet.start()
         (worker,) = fleet.pool.workers
         heard = worker.last_heard
+        # Its process is this one, which runs at this moment.
         assert not worker.is_silent(heard + 10)
         assert worker.is_silent(heard + 16)
         worker.record = None
         assert not worker.is_silent(heard + 2)
-        assert worker.is_silent(heard + 4)
+        assert worker.is_silent(heard + 3 - WATCH_SECONDS)
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+async def test_a_process_that_does_not_want_to_run_is_not_starved(
+    registry: Registry, other_process: subprocess.Popen[bytes], stopped: bool
+) -> None:
+    start_time = process_start_time(other_process.pid)
+    assert start_time is not None
+    if stopped:
+        other_process.send_signal(signal.SIGSTOP)
+    await eventually(lambda: not wants_to_run(other_process.pid))
+    async with Fleet(registry) as fleet:
+        await fleet.start(process=(other_process.pid, start_time))
+        (worker,) = fleet.pool.workers
+        assert worker.is_silent(worker.last_heard + 2.6)
+
+
+async def test_a_worker_that_falls_silent_is_lost_and_greeted_again(
+    registry: Registry,
+) -> None:
+    async with Fleet(registry) as fleet:
+        fake = await fleet.start()
+        (worker,) = fleet.pool.workers
+
+        def is_missed() -> bool:
+            # It does answer: this has to be seen before the next answer is.
+            worker.record, worker.last_heard = None, time.monotonic() - 3.0
+            return "worker-1" not in fleet.pool.ready_workers()
+
+        await eventually(is_missed)
+        await fleet.until_ready("worker-1")
+        await fleet.client.add_request_async(make_request("r"))
+        assert len(await fleet.answer("r")) == 3
+        assert fake.frontends.names() == ["frontend-1"]
+
+
+async def test_a_draining_worker_is_taken_back_when_it_has_been_started_anew(
+    registry: Registry,
+) -> None:
+    old = FakeWorker(registry, "old", address="tcp://127.0.0.1:*")
+    old.start()
+    async with Fleet(registry, addresses=[old.address]) as fleet:
+        await fleet.until_ready("old")
+        old.inbox.begin_draining(5.0)
+        await fleet.until_gone("old")
+        assert fleet.client.describe()["workers"][0]["draining"]
+        assert set(fleet.pool.reachable_workers()) == {"old"}
+        await old.stop()
+        new = FakeWorker(registry, "new", address=old.address, epoch="epoch-2")
+        new.start()
+        await fleet.until_ready("new")
+        await new.stop()
 
 
 async def test_a_worker_restarted_on_its_address_is_taken_again(registry: Registry) -> None:
@@ -225,3 +281,19 @@ async def test_events_are_listened_to_where_the_worker_was_reached(
         assert seen.kv is not None
         assert seen.kv.address == "tcp://127.0.0.1:5999"
     await worker.stop()
+
+
+async def test_greetings_that_nobody_reads_do_not_pile_up(registry: Registry) -> None:
+    away = FakeWorker(registry, "away", address="tcp://127.0.0.1:*")
+    address = away.address
+    await away.stop()
+    async with Fleet(registry, addresses=[address]) as fleet:
+        (worker,) = fleet.pool.workers
+        first = worker.link
+        for _ in range(GREETINGS):
+            fleet.pool._greet(worker)
+        assert worker.link is not first
+        late = FakeWorker(registry, "late", address=address)
+        late.start()
+        await fleet.until_ready("late")
+        await late.stop()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from transfer.process import is_alive, process_start_time, same_host_key
+from transfer.process import is_alive, process_start_time, same_host_key, wants_to_run
 
 
 @pytest.fixture
@@ -83,3 +83,18 @@ def test_processes_of_one_host_have_one_key() -> None:
     assert os.readlink("/proc/self/ns/pid") == f"pid:[{namespace}]"
     with open("/proc/sys/kernel/random/boot_id") as file:
         assert file.read().strip() == boot_id
+
+
+def test_a_process_that_runs_wants_to_and_one_that_sleeps_or_is_stopped_does_not(
+    sleeper: subprocess.Popen[bytes],
+) -> None:
+    assert wants_to_run(os.getpid())
+    deadline = time.monotonic() + 20
+    while wants_to_run(sleeper.pid):  # until it has begun to sleep
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    sleeper.send_signal(signal.SIGSTOP)
+    assert not wants_to_run(sleeper.pid)
+    sleeper.kill()
+    sleeper.wait()
+    assert not wants_to_run(sleeper.pid)

@@ -13,7 +13,7 @@ from vllm.multimodal.inputs import (
 )
 
 from frontend.arena_cache import ArenaProcessorCache
-from tests.fakes import HASHER, make_item, make_request
+from tests.fakes import HASHER, make_item, make_request, within
 from transfer.arena import Arena
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaGone, BadMessage, StaleRef
@@ -207,3 +207,28 @@ def test_a_reference_that_does_not_fit_its_item_is_refused(
     other = MultiModalKwargsItem({**item, "pixel_values": make_item(1.0)["pixel_values"]})
     with pytest.raises(BadMessage, match="did not move"):
         frontend.check_references(make_request(items=[other]))
+
+
+async def until_idle(frontends: Frontends) -> bool:
+    try:
+        await within(frontends.until_idle(), 0.02)
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.anyio
+async def test_it_is_idle_when_no_frontend_has_requests() -> None:
+    frontends = Frontends()
+    one, two = frontends.connect("one", 1.0), frontends.connect("two", 1.0)
+    assert await until_idle(frontends)
+    frontends.begin(one, "r")
+    frontends.begin(two, "s")
+    frontends.end("r")
+    assert frontends.num_requests == 1
+    assert not await until_idle(frontends)
+    frontends.disconnect("two")
+    assert await until_idle(frontends)
+    frontends.begin(one, "t")
+    frontends.take_back(one, "t", 0)
+    assert await until_idle(frontends)

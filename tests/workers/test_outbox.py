@@ -12,7 +12,17 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from tests.fakes import FakeWorker, make_request, within
 from tests.workers.lines import Line
-from transfer.messages import AbortRequests, Outputs, Ping, Pong, Released, decode_outputs
+from transfer.messages import (
+    AbortRequests,
+    Call,
+    CallResult,
+    Outputs,
+    Ping,
+    Pong,
+    Released,
+    decode_outputs,
+    encode_payload,
+)
 from transfer.registry import Registry
 
 pytestmark = pytest.mark.anyio
@@ -165,3 +175,43 @@ async def test_the_end_of_the_engine_ends_the_outbox(worker: FakeWorker) -> None
         await within(asyncio.shield(sending))
     with pytest.raises(EngineDeadError):
         await within(worker.outbox.engine_is_past())
+
+
+async def test_an_engine_that_is_stuck_over_requests_is_taken_for_dead(
+    worker: FakeWorker, lines: list[Line], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.outbox.STUCK_SECONDS", 0.01)
+    monkeypatch.setattr("workers.outbox.RELEASE_SECONDS", 0.01)
+    worker.engine.step_over.clear()
+    watching = asyncio.ensure_future(worker.outbox.watch_engine())
+    with pytest.raises(TimeoutError):
+        await within(asyncio.shield(watching), 0.1)  # it has nothing to do
+    await running(worker, lines[0], "a")
+    with pytest.raises(EngineDeadError):
+        await within(watching)
+
+
+async def test_an_engine_that_gives_up_its_requests_unasked_has_died(
+    worker: FakeWorker, lines: list[Line]
+) -> None:
+    await running(worker, lines[0], "a")
+    given_up = EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)
+    with pytest.raises(EngineDeadError):
+        worker.outbox.deliver(EngineCoreOutputs(outputs=[given_up]))
+    # Its frontend is not told that it has been aborted: it sends the request elsewhere.
+    lines[0].say(Ping())
+    await lines[0].hear(Pong)
+
+
+async def test_requests_that_a_frontend_has_had_given_up_are_told_so(
+    worker: FakeWorker, lines: list[Line]
+) -> None:
+    await running(worker, lines[0], "a")
+    lines[0].say(Call(1, "pause_scheduler"), encode_payload(["abort", True]))
+    await lines[0].hear(CallResult)
+    worker.engine.put(
+        EngineCoreOutputs(
+            outputs=[EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)]
+        )
+    )
+    assert (await lines[0].hear_output()).finish_reason is FinishReason.ABORT

@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import secrets
-import signal
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
 from transfer.registry import Registry, WorkerRecord, this_process
+from workers.draining import StopSignals, drain
 from workers.engine_args import engine_config, facts_of
 from workers.frontends import Frontends
 from workers.inbox import Inbox
@@ -92,9 +92,7 @@ async def _serve(
     facts: WorkerFacts,
 ) -> int:
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stopping.set)
+    signals = StopSignals()
     context = zmq.asyncio.Context()
     authenticator = Authenticator(context, access)
     workers = [
@@ -107,8 +105,11 @@ async def _serve(
     for worker in workers:
         registry.announce(worker.record())
         logger.info("mock worker %s is ready on %s", worker.name, worker.link.address)
-    stop = loop.create_task(stopping.wait(), name="stop")
+    stop = loop.create_task(signals.first.wait(), name="stop")
     done, _ = await asyncio.wait([stop, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    if done == {stop}:
+        drained = [(worker.inbox, worker.frontends) for worker in workers]
+        done |= await drain(drained, settings.drain_timeout, signals.second, tasks)
     for worker in workers:
         registry.withdraw_record(worker.name)
         worker.inbox.say_goodbye()
@@ -174,7 +175,7 @@ class MockWorker:
             transfer="inline", transfer_reason="",
         )
         self.kv_state = KvState(facts.block_size, epoch)
-        frontends = Frontends()
+        frontends = self.frontends = Frontends()
         self.outbox = Outbox(client, inputs, self.link, frontends)
         # A mock reads no tensors, so it pulls none.
         nixl = NixlTransfer(0, settings.mm_transfer_timeout, partial(attach, client))

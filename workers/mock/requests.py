@@ -1,7 +1,9 @@
 """From a request as vLLM's frontend half sends it to one that a mock engine computes.
 
 The answer is made from the prompt alone: the same prompt, images included, is always
-answered with the same tokens, so the block hashes of the answer are known beforehand.
+answered with the same tokens, so the block hashes of the answer are known beforehand. Each
+token is made from those before it: a prompt with the beginning of its answer behind it is
+answered with the rest.
 
 vLLM names relied on: utils.hashing.get_hash_fn_by_name;
 v1.core.kv_cache_utils.get_request_block_hasher; v1.request.Request;
@@ -10,7 +12,7 @@ v1.engine.EngineCoreRequest; MultiModalFeatureSpec (identifier, mm_position).
 
 from __future__ import annotations
 
-import random
+import sys
 from array import array
 from dataclasses import dataclass
 
@@ -92,11 +94,14 @@ class RequestReader:
 
 
 def answer_to(prompt: list[int], items: tuple[EncoderItem, ...], count: int) -> list[int]:
-    """Return ``count`` tokens that depend on nothing but the prompt and its images.
-
-    A longer answer begins like a shorter one.
-    """
-    digest = xxhash.xxh3_64(array("q", prompt).tobytes())
+    """Return ``count`` tokens, each made from the images and all tokens before it."""
+    digest = xxhash.xxh3_64()
     for item in items:
         digest.update(item.identity.encode())
-    return random.Random(digest.intdigest()).choices(ANSWER_TOKENS, k=count)
+    digest.update(array("q", prompt).tobytes())
+    answer = []
+    for _ in range(count):
+        token = ANSWER_TOKENS[digest.intdigest() % len(ANSWER_TOKENS)]
+        digest.update(token.to_bytes(8, sys.byteorder))
+        answer.append(token)
+    return answer

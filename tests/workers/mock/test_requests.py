@@ -45,6 +45,14 @@ def test_an_answer_depends_on_prompt_and_images_and_on_nothing_else() -> None:
     assert set(answer) <= set(ANSWER_TOKENS)
 
 
+def test_a_prompt_with_the_beginning_of_its_answer_is_answered_with_the_rest() -> None:
+    cat = EncoderItem("cat", 0, 4)
+    answer = answer_to([1, 2, 3], (cat,), 50)
+    for begun in (1, 7, 49):
+        rest = answer_to([1, 2, 3, *answer[:begun]], (cat,), 50 - begun)
+        assert answer[:begun] + rest == answer
+
+
 def test_images_are_read_with_their_place_and_length() -> None:
     read = reader().read(make_request(items=[make_item(), make_item(1.0)]))
     assert read.request.items == (EncoderItem("hash-0", 0, 4), EncoderItem("hash-1", 4, 4))
