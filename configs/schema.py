@@ -158,6 +158,12 @@ class WorkerConfig(DiscoverySettings):
         "/dev/shm has free; 0: no NIXL).",
         env="FOVEAL_MM_WORKER_CACHE_GB", ge=0.0,
     )
+    multimodal_embedding_cache_capacity_gb: float = setting(
+        0.0,
+        "Shared memory for outputs of the vision encoder, which all workers of this host "
+        "and model write and read, GiB in all; taken as it is used (0: none).",
+        env="FOVEAL_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB", ge=0.0,
+    )
     mm_transfer_timeout: float = setting(
         5.0,
         "Seconds that a request waits for its tensors to be pulled before they are sent "

@@ -167,6 +167,7 @@ class RoutedEngineClient(AdminCalls):
                     "load": self.router.load.load(worker.name)._asdict(),
                     "kv_caught_up": self.router.plane.caught_up(worker.name),
                     "kv_seq": self.router.plane.seq(worker.name),
+                    **self.router.images.describe(worker.name),
                 }
                 for worker in self.pool.workers
             ],
@@ -207,8 +208,11 @@ class RoutedEngineClient(AdminCalls):
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
         route, worker = self._route(request, earlier.worker if earlier else None)
-        transfer = self._send(request, worker)
-        routed = Routed(route.worker, route.overlap_blocks, route.prompt_blocks, transfer)
+        transfer = self._send(request, worker, held=route.images.shared)
+        routed = Routed(
+            route.worker, route.overlap_blocks, route.prompt_blocks, transfer,
+            route.images.held, route.images.needed,
+        )
         self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
             receipt.routed.append(routed)
@@ -303,15 +307,23 @@ class RoutedEngineClient(AdminCalls):
         return route, workers[route.worker]
 
     def _send(
-        self, request: EngineCoreRequest, worker: Worker, *, inline: bool = False
+        self,
+        request: EngineCoreRequest,
+        worker: Worker,
+        *,
+        inline: bool = False,
+        held: Set[str] = frozenset(),
     ) -> str:
-        """Send a request to its worker; returns how its tensors go."""
+        """Send a request to its worker; returns how its tensors go.
+
+        Those of images in ``held``, whose encoder output the worker has, do not go inline.
+        """
         transfer = "none"
         outgoing = request
         if request.mm_features:
             transfer = worker.transfer if is_by_reference(request) and not inline else "inline"
             if transfer == "inline":
-                outgoing = with_tensors(request, self._arena)
+                outgoing = with_tensors(request, self._arena, without=held)
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
         sent.attempts += 1
@@ -455,7 +467,7 @@ class RoutedEngineClient(AdminCalls):
         route, worker = self._route(sent.request, tried=sent.tries)
         self._metrics.moved.inc()
         logger.info("request %s goes to %s now", sent.request.request_id, route.worker)
-        self._send(sent.request, worker)
+        self._send(sent.request, worker, held=route.images.shared)
 
     async def _resend_when_ready(self, request_id: str) -> None:
         """As for a new request: wait for a worker, so long and no longer."""

@@ -29,7 +29,7 @@ from vllm.v1.serial_utils import (
 from transfer.errors import BadMessage
 from transfer.tensor_ref import ArenaId, RemoteArena
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Frame = bytes | bytearray | memoryview
 
@@ -244,6 +244,14 @@ class LoadReport(msgspec.Struct, tag=True, kw_only=True):
     """By the name of the frontend; only those with requests in flight."""
     encoder_resets: int = 0
     """How often the engine was told to forget images or their encoder outputs."""
+    encoder_runs: int = 0
+    """Images that the engine has encoded since it was started."""
+    embedding_loads: int = 0
+    """Encoder outputs that it took from its host's cache instead."""
+    embedding_cache: str = ""
+    """Workers that say the same share one cache of encoder outputs; empty: it has none."""
+    embeddings: list[str] | None = None
+    """The identifiers in it, the most recently used last; None: not told this time."""
 
 
 class Ping(msgspec.Struct, tag=True):

@@ -35,6 +35,7 @@ from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
 from transfer.registry import Registry, WorkerRecord, this_process
+from workers.embedding_cache import HostEmbeddings, connector_config, open_embeddings
 from workers.engine_args import engine_config, facts_of
 from workers.engine_inputs import EngineInputs
 from workers.engine_outputs import follow_engine
@@ -60,21 +61,23 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
     registry = Registry(settings.registry, settings.namespace)
     worker = f"worker-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = registry.socket_directory(worker)
+    embeddings: HostEmbeddings | None = None
     try:
-        config = engine_config(args, sockets)
-        fingerprint = IdentityHasher(
-            load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path),
-            "xxh3_128",
-        ).fingerprint
+        config = engine_config(args, sockets, connector_config(settings))
+        seed = load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path)
+        fingerprint = IdentityHasher(seed, "xxh3_128").fingerprint
+        embeddings = open_embeddings(settings, config, seed)
         engine = _start_engine(config, sockets)
         try:
             facts = facts_of(config, fingerprint)
             return uvloop.run(
-                _serve(settings, registry, worker, sockets, config, engine, facts)
+                _serve(settings, registry, worker, sockets, config, engine, facts, embeddings)
             )
         finally:
             engine.shutdown(timeout=config.shutdown_timeout)
     finally:
+        if embeddings is not None:
+            embeddings.leave()
         registry.withdraw(worker)
 
 
@@ -120,6 +123,7 @@ async def _serve(
     config: VllmConfig,
     engine: AsyncMPClient,
     facts: WorkerFacts,
+    embeddings: HostEmbeddings | None,
 ) -> int:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -154,14 +158,17 @@ async def _serve(
         settings.mm_worker_cache_gb, settings.mm_transfer_timeout, partial(attach, engine)
     )
     inbox = Inbox(
-        ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl
+        ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl,
+        embeddings,
     )
 
     load = LoadReporter(
-        kv_publisher, kv_state, frontends, facts.num_kv_blocks, lambda: inbox.encoder_resets
+        kv_publisher, kv_state, frontends, facts.num_kv_blocks,
+        lambda: inbox.encoder_resets, embeddings,
     )
 
     def on_outputs(outputs: EngineCoreOutputs) -> None:
+        load.note_embeddings(outputs)
         outbox.deliver(outputs)
         load.note(outputs)
 
