@@ -65,10 +65,10 @@ class Servers:
         self._children.append(child)
         return child
 
-    def start_worker(self, name: str) -> Child:
+    def start_worker(self, name: str, *flags: str) -> Child:
         return self.start(
             name, "-m", "workers", "--model", str(CHECKPOINT),
-            "--registry", str(self.registry), *ENGINE_FLAGS,
+            "--registry", str(self.registry), *ENGINE_FLAGS, *flags,
         )
 
     def start_frontend(self, name: str, port: int, *flags: str) -> Child:

@@ -38,8 +38,8 @@ class Frontend:
     parts: dict[str, int] = field(default_factory=dict)
     """Of those whose input streams in, how many parts have come."""
     leases: dict[str, list[Lease | EmbeddingLease]] = field(default_factory=dict)
-    """What they need of the worker's own arena, or of its host's encoder outputs. Outlives them in a frontend that has
-    gone, until the engine is past them."""
+    """What they need of the worker's own arena, or of its host's encoder outputs.
+    Outlives them in a frontend that has gone, until the engine is past them."""
     charges: dict[str, FrontendShare] = field(default_factory=dict)
     """What each of its requests was charged, see ``AddRequest``."""
 

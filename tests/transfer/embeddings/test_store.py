@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,7 +143,9 @@ def test_names_that_are_no_identity_of_contents_are_not_kept(
     assert [path.name for path in store.directory.iterdir()] == [LOCK_NAME]
 
 
-@pytest.mark.parametrize("other", [torch.ones(4, dtype=torch.int64), torch.ones(4).to_sparse()])
+@pytest.mark.parametrize(
+    "other", [torch.ones(4, dtype=torch.int64), torch.ones(4).to_sparse()]
+)
 def test_what_is_no_output_of_an_encoder_is_not_kept(
     store: EmbeddingStore, other: torch.Tensor
 ):
@@ -205,60 +208,57 @@ class TestWhatIsNotWhole:
         assert store.load(named(1)) is None
 
 
-WRITER = """
-import os, sys, torch
-from pathlib import Path
-from transfer.embeddings import entry, store
+def killed_after(calls: int, directory: Path, capacity: int) -> bool:
+    """Save in a process that is killed before one of its system calls; True if it was."""
+    pid = os.fork()
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        return os.WIFSIGNALED(status)
+    left = calls
 
-calls = int(sys.argv[2])
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return function(*args, **kwargs)
 
-def killed_after(function):
-    def wrapped(*args, **kwargs):
-        global calls
-        if calls == 0:
-            os.kill(os.getpid(), 9)
-        calls -= 1
-        return function(*args, **kwargs)
-    return wrapped
+        return call
 
-for module, names in {
-    os: ("open", "pwrite", "utime", "posix_fallocate"), store.fcntl: ("flock",),
-}.items():
-    for name in names:
-        setattr(module, name, killed_after(getattr(module, name)))
-shared = store.EmbeddingStore(Path(sys.argv[1]), sys.argv[3], int(sys.argv[4]))
-Path.rename = killed_after(Path.rename)
-shared.save(sys.argv[5], torch.full((16, 64), 9.0))
-print("done", flush=True)
-"""
+    try:
+        for name in ("open", "pwrite", "utime", "posix_fallocate", "unlink", "rename"):
+            setattr(os, name, counted(getattr(os, name)))
+        fcntl.flock = counted(fcntl.flock)
+        EmbeddingStore(directory, KEY, capacity).save(named(90), output(9))
+        os._exit(0)
+    finally:
+        os._exit(1)
 
 
 def test_a_writer_killed_at_any_point_leaves_what_was_there(directory: Path):
     """Before each of its system calls in turn, until it gets through."""
     capacity = 4 * ENTRY_BYTES
     store = EmbeddingStore(directory, KEY, capacity)
-    for number in range(4):  # full, so that the writer must evict
-        store.save(named(number), output(number))
-    killed = 0
-    for calls in range(40):
-        command = [sys.executable, "-c", WRITER, str(directory), str(calls), KEY,
-                   str(capacity), named(90)]
-        writer = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    calls = 0
+    while True:
+        for number in range(4):  # full, so that the writer must evict
+            store.save(named(4 * calls + 100 + number), output(number))
+        killed = killed_after(calls, directory, capacity)
         for identifier in store.identifiers():
             loaded = store.load(identifier)
             assert loaded is not None
             assert loaded.unique().numel() == 1  # never half of one and half of another
+        if not killed:
+            break
+        calls += 1
         # Whoever comes next can save: no lock and no space is lost.
         assert store.save(named(1000 + calls), output(calls))
-        total = sum(p.stat().st_size for p in directory.iterdir())
-        assert total <= capacity
+        assert sum(p.stat().st_size for p in directory.iterdir()) <= capacity
         assert not list(directory.glob(f"{PART_PREFIX}*"))
-        if "done" in writer.stdout:
-            break
-        assert writer.returncode == -signal.SIGKILL, writer.stderr
-        killed += 1
-    assert killed >= 6
-    assert math.prod(store.load(named(90)).shape) == 16 * 64
+        store.clear()
+    assert calls >= 10
+    assert torch.equal(store.load(named(90)), output(9))
 
 
 def test_a_lease_of_a_killed_process_is_no_lease(directory: Path):
