@@ -151,6 +151,12 @@ class WorkerConfig(DiscoverySettings):
         "registry directory, for frontends of the same host).",
         env="FOVEAL_WORKER_PORT", ge=0, le=65535,
     )
+    role: Literal["generate", "encode"] = setting(
+        "generate",
+        "generate answers requests; encode runs the vision encoder only, for the other "
+        "workers of its host, and needs --multimodal-embedding-cache-capacity-gb.",
+        env="FOVEAL_WORKER_ROLE",
+    )
     mm_worker_cache_gb: float | None = setting(
         None,
         "Shared memory for tensors pulled by NIXL from frontends on other hosts, GiB; taken "

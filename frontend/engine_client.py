@@ -28,6 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.embedding_checks import EmbeddingLimits
+from frontend.encode_workers import EncodeWorkers
 from frontend.index_sweeper import IndexSweeper
 from frontend.kv_checks import KvChecks
 from frontend.metrics import FrontendMetrics
@@ -127,6 +128,7 @@ class RoutedEngineClient(AdminCalls):
         self._sweeper = IndexSweeper(router.index)
         self._checks = KvChecks(router)
         self._outputs = OutputStream()
+        self._encoders = EncodeWorkers(router, self._send_to_encode, metrics.count_encode_job)
         self._sent: dict[str, _Sent] = {}
         self._families: dict[str, str] = {}
         """Parent of an n > 1 request -> the worker that its first child went to."""
@@ -205,6 +207,7 @@ class RoutedEngineClient(AdminCalls):
             identify(request, self._cache, self._embeddings)
         if not await self.pool.wait_until_ready(self._worker_wait_timeout):
             raise NoWorkers(self._worker_wait_timeout)
+        await self._have_encoded(request)
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
         route, worker = self._route(request, earlier.worker if earlier else None)
@@ -216,6 +219,21 @@ class RoutedEngineClient(AdminCalls):
         self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
             receipt.routed.append(routed)
+
+    async def _have_encoded(self, request: EngineCoreRequest) -> None:
+        """Where there are workers that only encode, leave new images to them."""
+        encoders = self.pool.encode_workers()
+        if encoders and request.mm_features and self._hasher is not None:
+            generators = list(self.pool.ready_workers())
+            blocks = self._hasher.hash(request)
+            await self._encoders.encode(request, blocks, encoders, generators)
+
+    def _send_to_encode(
+        self, request: EngineCoreRequest, worker: Worker, inline: bool
+    ) -> None:
+        if inline or worker.transfer == "inline" or not is_by_reference(request):
+            request = with_tensors(request, self._arena)
+        worker.link.send(AddRequest(request.request_id), encode_payload(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         by_worker: dict[str, list[str]] = {}
@@ -271,6 +289,7 @@ class RoutedEngineClient(AdminCalls):
             task.cancel()
         self._sweeper.close()
         self._outputs.close(EngineDeadError())
+        self._encoders.close()
         await self.pool.close()
         self._sent.clear()
         for worker in list(self._parked):
@@ -345,6 +364,8 @@ class RoutedEngineClient(AdminCalls):
         """Bring a worker that has just answered up to date."""
         # If it was lost: it answers once it is done with what it had before.
         self._release(worker.name)
+        if worker.encodes:
+            return  # it has no KV cache, and no adapters
         facts = worker.facts
         if facts is not None and self._hasher is None:
             self._hasher = RequestHasher(
@@ -362,6 +383,7 @@ class RoutedEngineClient(AdminCalls):
     def on_lost(self, worker: Worker) -> None:
         """Move or end the requests of a worker that is gone."""
         self.router.drop_worker(worker.name)
+        self._encoders.on_lost(worker)
         self._sweeper.wake()
         self._outputs.drop_worker(worker.name)
         self.fail_calls(worker.name)
@@ -398,6 +420,9 @@ class RoutedEngineClient(AdminCalls):
             timer.cancel()
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
+        if worker.encodes:
+            self._on_encode_worker(message, payload)
+            return
         match message:
             case Outputs():
                 self._on_outputs(worker, decode_outputs(payload))
@@ -420,10 +445,20 @@ class RoutedEngineClient(AdminCalls):
             case _:
                 logger.warning("%s sent %s", worker.name, type(message).__name__)
 
+    def _on_encode_worker(self, message: Message, payload: Sequence[Frame]) -> None:
+        match message:
+            case Outputs():
+                self._encoders.on_outputs(decode_outputs(payload))
+            case TensorsMissing():
+                self._encoders.on_missing(message.request_id)
+
     def on_delta(self, worker: Worker, delta: KvDelta) -> None:
         self._ask_if(self.router.plane.on_delta(worker.name, delta), worker)
 
     def on_report(self, worker: Worker, report: LoadReport) -> None:
+        if worker.encodes:
+            self.router.images.on_report(worker.name, report)
+            return
         self._ask_if(self.router.on_report(worker.name, report), worker)
 
     def _ask_if(self, needed: bool, worker: Worker) -> None:

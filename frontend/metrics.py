@@ -40,6 +40,10 @@ class FrontendMetrics:
             "whether the worker or its host held the encoder's output.", ["held"],
             registry=registry,
         )
+        self._encode_jobs = Counter(
+            "foveal_encode_jobs", "Images sent to encode workers.", ["outcome"],
+            registry=registry,
+        )
         self.moved = Counter(
             "foveal_requests_moved", "Requests sent anew because their worker was lost.",
             registry=registry,
@@ -62,6 +66,10 @@ class FrontendMetrics:
             missing = routed.embeddings_needed - routed.embeddings_held
             self._embeddings.labels("yes").inc(routed.embeddings_held)
             self._embeddings.labels("no").inc(missing)
+
+    def count_encode_job(self, outcome: str) -> None:
+        """``outcome``: ``encoded`` or ``failed``."""
+        self._encode_jobs.labels(outcome).inc()
 
 
 class FleetCollector(Collector):

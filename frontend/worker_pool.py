@@ -85,6 +85,11 @@ class Worker:
         self.process: ProcessWatch | None = None
         self.tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it only encodes images, and so answers no requests."""
+        return self.facts is not None and self.facts.role == "encode"
+
     def is_silent(self, now: float) -> bool:
         known_alive = (
             self.record is not None
@@ -148,7 +153,12 @@ class WorkerPool:
         return list(self._workers.values())
 
     def ready_workers(self) -> dict[str, Worker]:
-        return {w.name: w for w in self._workers.values() if w.ready}
+        """Those that answer requests, by name."""
+        return {w.name: w for w in self._workers.values() if w.ready and not w.encodes}
+
+    def encode_workers(self) -> list[Worker]:
+        """Those that only encode, and are ready to."""
+        return [w for w in self._workers.values() if w.ready and w.encodes]
 
     async def wait_until_ready(self, timeout: float) -> bool:
         """Wait for a ready worker, at most ``timeout`` seconds."""
@@ -285,7 +295,8 @@ class WorkerPool:
                 self._agreed = None  # it must not decide who may come after it
             return
         worker.ready = True
-        self._some_ready.set()
+        if not worker.encodes:
+            self._some_ready.set()
         logger.info(
             "worker %s is ready (%s: %s)", worker.name, worker.transfer, worker.transfer_reason
         )
@@ -355,7 +366,9 @@ class WorkerPool:
         task.add_done_callback(_log_failure)
 
 
-MAY_DIFFER = frozenset({"num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"})
+MAY_DIFFER = frozenset({
+    "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "role",
+})
 """Facts in which workers of one fleet need not agree."""
 
 

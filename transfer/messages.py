@@ -44,6 +44,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int
     engine: str = "vllm"
     """``vllm``, or ``mock`` for a simulated one: never both in one fleet."""
+    role: str = "generate"
+    """``generate``, or ``encode`` for an engine that runs the vision encoder only."""
     vllm_version: str
     model: str
     revision: str

@@ -6,7 +6,7 @@ not in this host's memory can do without them.
 
 vLLM names relied on: ECTransferConfig; ModelConfig (model, revision, dtype, quantization,
 hf_config, hf_overrides, multimodal_config), MultiModalConfig.compute_hash and
-video_pruning_rate, ParallelConfig.tensor_parallel_size; EngineCoreRequest.mm_features.
+video_pruning_rate; EngineCoreRequest.mm_features.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from vllm.config import VllmConfig
 from vllm.config.ec_transfer import ECTransferConfig
 from vllm.v1.engine import EngineCoreRequest
 
+from configs.flags import BadSetting
 from configs.schema import WorkerConfig
 from transfer.embeddings.home import EmbeddingHome, sweep_dead_homes
 from transfer.embeddings.store import EmbeddingLease, EmbeddingStore
@@ -45,13 +46,26 @@ MOST_TOLD = 4096
 
 
 def connector_config(settings: WorkerConfig) -> ECTransferConfig | None:
-    """What vLLM must be told so that its engine uses the cache; None without a cache."""
+    """What vLLM must be told so that its engine uses the cache; None without a cache.
+
+    An engine that only produces is one that only encodes, to vLLM: it loads no language
+    model.
+
+    Raises:
+        BadSetting: an encode worker has nowhere to put what it encodes.
+    """
+    encodes = settings.role == "encode"
     if settings.multimodal_embedding_cache_capacity_gb == 0:
+        if encodes:
+            raise BadSetting(
+                "--role encode needs --multimodal-embedding-cache-capacity-gb: what is "
+                "encoded is handed over there"
+            )
         return None
     return ECTransferConfig(
         ec_connector="EmbeddingConnector",
         ec_connector_module_path="workers.embedding_connector",
-        ec_role="ec_both",
+        ec_role="ec_producer" if encodes else "ec_both",
     )
 
 
@@ -61,6 +75,9 @@ def open_embeddings(
     """Join the host's cache and let the engine of ``config`` know where it is.
 
     None, and an engine without it, where it is off or cannot be had.
+
+    Raises:
+        BadSetting: it cannot be had and the worker only encodes.
     """
     if config.ec_transfer_config is None:
         return None
@@ -78,10 +95,12 @@ def open_embeddings(
             int(settings.multimodal_embedding_cache_capacity_gb * GIB),
         )
     except (TransferError, OSError) as error:
-        logger.error("no embedding cache: %s", error)
-        config.ec_transfer_config = None
         if home is not None:
             home.leave()
+        if settings.role == "encode":
+            raise BadSetting(f"--role encode has no embedding cache: {error}") from error
+        logger.error("no embedding cache: %s", error)
+        config.ec_transfer_config = None
         return None
     config.ec_transfer_config.ec_connector_extra_config.update(
         directory=str(store.directory), model_key=key, capacity_bytes=store.capacity
@@ -107,7 +126,6 @@ def model_key(config: VllmConfig) -> str:
         str(model.dtype),
         model.quantization,
         str(model.hf_overrides),
-        config.parallel_config.tensor_parallel_size,
         config.load_config.load_format,
     ]
     if multimodal is not None:

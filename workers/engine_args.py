@@ -2,7 +2,7 @@
 
 vLLM names relied on: AsyncEngineArgs (add_cli_args, from_cli_args, create_engine_config),
 KVEventsConfig, ECTransferConfig, MultiModalBudget, FlexibleArgumentParser;
-SpeculativeConfig.use_eagle_block_drop.
+SpeculativeConfig.use_eagle_block_drop; VllmConfig.is_mm_encoder_only.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def facts_of(
     facts = {
         **shared_facts(config),
         "engine": engine,
+        "role": "encode" if config.is_mm_encoder_only else "generate",
         "block_size": cache.block_size,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "root_hash": root_hash_of(cache.prefix_caching_hash_algo),

@@ -159,7 +159,8 @@ async def _serve(
     )
     inbox = Inbox(
         ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl,
-        embeddings,
+        # An engine that only encodes is sent what is to be encoded.
+        embeddings if settings.role == "generate" else None,
     )
 
     load = LoadReporter(

@@ -14,7 +14,7 @@ from statistics import median
 from benchmarks.client import Client
 from benchmarks.metrics import Metric, median_ratio, rounded
 from benchmarks.processes import CHECKPOINT, Servers, free_ports, ready_workers
-from benchmarks.prompts import jpeg, picture_request
+from benchmarks.prompts import jpeg, picture_request, pictures_request
 
 TTFT, RUNS = "ttft_embed_cache_on_over_off", "encoder_runs_per_image"
 ENCODE_WORKER = "ttft_encode_worker_over_none"
@@ -28,6 +28,8 @@ SIZE = (2048, 1536)
 """More than the checkpoint's largest; its processor brings it down to 1,200 tokens or so."""
 PICTURES = 5
 ROUNDS = 6
+NEW_PICTURES = 8
+"""Of which the first, on either side, is not counted."""
 TOLD_SECONDS = 20.0
 SMALL_ENCODER_CACHE = ("--max-num-batched-tokens", "2048")
 SHARED = ("--multimodal-embedding-cache-capacity-gb", "0.5")
@@ -37,8 +39,10 @@ def measure() -> Iterator[Metric]:
     pictures = [jpeg(*SIZE, seed=3000 + number) for number in range(PICTURES)]
     with Servers() as servers:
         on, off = free_ports(2)
-        for name in ("sharing-1", "sharing-2"):
+        _, second = (
             servers.start_worker(name, *SMALL_ENCODER_CACHE, *SHARED)
+            for name in ("sharing-1", "sharing-2")
+        )
         servers.start_worker("alone", *SMALL_ENCODER_CACHE, "--namespace", "alone")
         servers.start_frontend("frontend-on", on, "--router-mode", "round-robin")
         servers.start_frontend("frontend-off", off, "--namespace", "alone")
@@ -47,6 +51,10 @@ def measure() -> Iterator[Metric]:
         )
         yield _runs_per_image(on, pictures)
         yield _ttft(on, off, pictures)
+        servers.stop(second)
+        servers.start_worker("encoder", *SMALL_ENCODER_CACHE, *SHARED, "--role", "encode")
+        servers.wait("the encode worker", lambda: ready_workers(on) == 2)
+        yield _encode_worker(on, off)
 
 
 def _runs_per_image(port: int, pictures: Sequence[bytes]) -> Metric:
@@ -91,6 +99,30 @@ def _ttft(on: int, off: int, pictures: Sequence[bytes]) -> Metric:
         flush=True,
     )
     return Metric(TTFT, ratio, "ratio", "<=0.7")
+
+
+def _encode_worker(on: int, off: int) -> Metric:
+    """New images, two in each request, so that there is something to do side by side."""
+    seconds: dict[str, list[float]] = {"on": [], "off": []}
+    new = [
+        (jpeg(*SIZE, seed=4000 + 2 * number), jpeg(*SIZE, seed=4001 + 2 * number))
+        for number in range(NEW_PICTURES)
+    ]
+    with Client(on) as helped, Client(off) as alone:
+        clients = {"on": helped, "off": alone}
+        for number, pictures in enumerate(new):
+            for side in sorted(clients, reverse=number % 2 == 0):
+                began = time.monotonic()
+                clients[side].post(CHAT, pictures_request(MODEL, pictures, "New?", 1))
+                seconds[side].append(time.monotonic() - began)
+    ratio = rounded(median_ratio(seconds["on"][1:], seconds["off"][1:]))
+    print(
+        f"  time to the first token about two new images, medians of {NEW_PICTURES - 1}: one "
+        f"worker and an encode worker {median(seconds['on'][1:]) * 1e3:.0f} ms, one worker "
+        f"{median(seconds['off'][1:]) * 1e3:.0f} ms, ratio {ratio}",
+        flush=True,
+    )
+    return Metric(ENCODE_WORKER, ratio, "ratio")
 
 
 def _ask(client: Client, picture: bytes, question: str) -> None:

@@ -13,7 +13,7 @@ is in there they do say: any of them loads such an output instead of encoding th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from transfer.messages import LoadReport
@@ -164,6 +164,24 @@ class ImageAffinity:
         if cache and report.embeddings is not None:
             self._shared[cache] = frozenset(report.embeddings)
         self._counts[worker] = (report.encoder_runs, report.embedding_loads)
+
+    def cache_of(self, worker: str) -> str:
+        """Return what names the shared cache of a worker; empty if it has none."""
+        return self._cache_of.get(worker, "")
+
+    def note_shared(self, cache: str, identifier: str) -> None:
+        """Note an output that has just been put into a shared cache."""
+        self._shared[cache] = self._shared.get(cache, frozenset()) | {identifier}
+
+    def is_held(self, identifier: str, workers: Iterable[str]) -> bool:
+        """Tell whether any of these workers need not encode an image, wherever it stands."""
+        for worker in workers:
+            encoded = self._encoded.get(worker)
+            if encoded is not None and identifier in encoded.images:
+                return True
+            if identifier in self._shared_with(worker):
+                return True
+        return False
 
     def describe(self, worker: str) -> dict[str, int]:
         """What ``GET /v1/fleet`` shows of it."""

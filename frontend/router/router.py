@@ -123,6 +123,20 @@ class Router:
             images=images,
         )
 
+    def unheld_images(self, blocks: RequestBlocks, candidates: Sequence[str]) -> set[str]:
+        """Return the images that none of the candidates has, or is about to have, in any way.
+        """
+        reusable = blocks.digests[: blocks.reusable]
+        overlaps = self.index.overlap(reusable)
+        promises = self.promises.all_leading(reusable, overlaps)
+        known = max((overlaps.get(w, 0) + promises.get(w, 0) for w in candidates), default=0)
+        return {
+            image.identifier
+            for image in blocks.images
+            if image.offset + image.length > known * blocks.block_size
+            and not self.images.is_held(image.identifier, candidates)
+        }
+
     def first_token(self, request_id: str) -> None:
         """Note that the prompt of a request has been computed."""
         self.load.first_token(request_id)
