@@ -205,9 +205,9 @@ class RoutedEngineClient(AdminCalls):
         """
         if request.mm_features and self._cache is not None:
             identify(request, self._cache, self._embeddings)
+        await self._have_encoded(request)
         if not await self.pool.wait_until_ready(self._worker_wait_timeout):
             raise NoWorkers(self._worker_wait_timeout)
-        await self._have_encoded(request)
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
         route, worker = self._route(request, earlier.worker if earlier else None)

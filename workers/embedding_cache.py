@@ -5,7 +5,7 @@ This process looks after the directory; the engine's processes use it through
 not in this host's memory can do without them.
 
 vLLM names relied on: ECTransferConfig; ModelConfig (model, revision, dtype, quantization,
-hf_config, hf_overrides, multimodal_config), MultiModalConfig.compute_hash and
+is_encoder_decoder, hf_config, hf_overrides, multimodal_config), MultiModalConfig.compute_hash and
 video_pruning_rate; EngineCoreRequest.mm_features.
 """
 
@@ -85,6 +85,9 @@ def open_embeddings(
     try:
         if not config.model_config.supports_multimodal_inputs:
             raise TransferError("the model takes text only")
+        if config.model_config.is_encoder_decoder:
+            # vLLM's scheduler asks a connector for these too, its runner does not load them.
+            raise TransferError("the model is an encoder-decoder, which vLLM does not cache")
         home = EmbeddingHome(seed, settings.namespace)
         for name in sweep_dead_homes():  # not what this deployment itself left behind
             logger.info("removed %s, left by processes that are gone", name)

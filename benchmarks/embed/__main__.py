@@ -34,10 +34,11 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except CannotMeasure as why:
-        metrics += unmeasured(_left(PROMISED, metrics), str(why))
+        metrics += unmeasured(_left(PROMISED, [m.name for m in metrics]), str(why))
     except Exception as error:  # what has been measured is still printed
         traceback.print_exc()
-        metrics += unmeasured(_left(PROMISED, metrics), f"{type(error).__name__}: {error}")
+        left = _left(PROMISED, [m.name for m in metrics])
+        metrics += unmeasured(left, f"{type(error).__name__}: {error}")
         failed = True
     print(f"\nMeasured in {time.monotonic() - began:.0f} s.")
     for metric in metrics:
@@ -45,8 +46,9 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _left(promised, metrics):  # type: ignore[no-untyped-def]
-    done = {metric.name for metric in metrics}
+def _left(
+    promised: list[tuple[str, str, str | None]], done: list[str]
+) -> list[tuple[str, str, str | None]]:
     return [each for each in promised if each[0] not in done]
 
 

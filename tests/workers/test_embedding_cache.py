@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from configs.flags import BadSetting
 from configs.schema import WorkerConfig
 from tests.fakes import FakeWorker, make_item, make_request, within
 from tests.workers.lines import Line
@@ -198,7 +199,7 @@ def config_of(**changes: Any) -> Any:
     model: dict[str, Any] = {
         "model": "m", "revision": None, "dtype": torch.float32, "quantization": None,
         "hf_config": SimpleNamespace(), "hf_overrides": {},
-        "supports_multimodal_inputs": True,
+        "supports_multimodal_inputs": True, "is_encoder_decoder": False,
     }
     multimodal: dict[str, Any] = {
         "compute_hash": lambda: "h", "mm_processor_kwargs": None, "video_pruning_rate": None
@@ -250,12 +251,29 @@ def test_without_capacity_nothing_is_made() -> None:
     assert connector_config(WorkerConfig()) is None
 
 
-def test_a_model_of_text_has_no_cache(caplog: pytest.LogCaptureFixture) -> None:
-    config = config_of(supports_multimodal_inputs=False)
+@pytest.mark.parametrize(
+    "changes", [{"supports_multimodal_inputs": False}, {"is_encoder_decoder": True}]
+)
+def test_a_model_without_a_vision_encoder_has_no_cache(
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(**changes)
     settings = WorkerConfig(multimodal_embedding_cache_capacity_gb=1)
     assert open_embeddings(settings, config, bytes(32)) is None
     assert config.ec_transfer_config is None
     assert "no embedding cache" in caplog.text
+
+
+def test_an_encode_worker_must_have_one() -> None:
+    with pytest.raises(BadSetting, match="--role encode needs"):
+        connector_config(WorkerConfig(role="encode"))
+    settings = WorkerConfig(role="encode", multimodal_embedding_cache_capacity_gb=1)
+    config = config_of(supports_multimodal_inputs=False)
+    with pytest.raises(BadSetting, match="no embedding cache: the model takes text only"):
+        open_embeddings(settings, config, bytes(32))
+    connector = connector_config(settings)
+    assert connector is not None
+    assert connector.is_encode_only
 
 
 def test_the_engine_is_told_where_it_is() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from transfer.arena_layout import SHM
 from transfer.errors import ArenaGone
 
-PREFIX = "foveal-embeddings-"
+PREFIX = "foveal_embeddings-"
 ALIVE = "alive"
 JOIN_SECONDS = 2.0
 YOUNG_SECONDS = 60.0
@@ -37,9 +37,7 @@ class EmbeddingHome:
     """
 
     def __init__(self, secret: bytes, namespace: str, directory: Path = SHM) -> None:
-        named = hashlib.blake2b(namespace.encode(), key=secret, digest_size=12)
-        named.update(str(os.getuid()).encode())
-        self.path = directory / f"{PREFIX}{named.hexdigest()}"
+        self.path = home_of(secret, namespace, directory)
         self._fd = _join(self.path)
         self._left = False
 
@@ -52,6 +50,12 @@ class EmbeddingHome:
             return _remove_if_unused(self.path, self._fd)
         finally:
             os.close(self._fd)
+
+
+def home_of(secret: bytes, namespace: str, directory: Path = SHM) -> Path:
+    """Return where this user's deployment of that secret and namespace has its home."""
+    named = hashlib.blake2b(f"{os.getuid()} {namespace}".encode(), key=secret, digest_size=12)
+    return directory / f"{PREFIX}{named.hexdigest()}"
 
 
 def sweep_dead_homes(directory: Path = SHM) -> list[str]:

@@ -122,7 +122,7 @@ class EmbeddingStore:
             return None
         path = self.directory / identifier
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             return None
         try:
