@@ -5,8 +5,8 @@ This process looks after the directory; the engine's processes use it through
 not in this host's memory can do without them.
 
 vLLM names relied on: ECTransferConfig; ModelConfig (model, revision, dtype, quantization,
-is_encoder_decoder, hf_config, hf_overrides, multimodal_config), MultiModalConfig.compute_hash and
-video_pruning_rate; EngineCoreRequest.mm_features.
+is_encoder_decoder, hf_config, hf_overrides, multimodal_config),
+MultiModalConfig.compute_hash and video_pruning_rate; EngineCoreRequest.mm_features.
 """
 
 from __future__ import annotations
