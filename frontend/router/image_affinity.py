@@ -170,8 +170,9 @@ class ImageAffinity:
         return self._cache_of.get(worker, "")
 
     def note_shared(self, cache: str, identifier: str) -> None:
-        """Note an output that has just been put into a shared cache."""
-        self._shared[cache] = self._shared.get(cache, frozenset()) | {identifier}
+        """Note an output that has just been put into a cache that some worker shares."""
+        if cache in self._cache_of.values():
+            self._shared[cache] = self._shared.get(cache, frozenset()) | {identifier}
 
     def is_held(self, identifier: str, workers: Iterable[str]) -> bool:
         """Tell whether any of these workers need not encode an image, wherever it stands."""

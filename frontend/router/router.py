@@ -124,8 +124,7 @@ class Router:
         )
 
     def unheld_images(self, blocks: RequestBlocks, candidates: Sequence[str]) -> set[str]:
-        """Return the images that none of the candidates has, or is about to have, in any way.
-        """
+        """Return the images that all of the candidates would have to encode."""
         reusable = blocks.digests[: blocks.reusable]
         overlaps = self.index.overlap(reusable)
         promises = self.promises.all_leading(reusable, overlaps)

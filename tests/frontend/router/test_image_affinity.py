@@ -130,6 +130,24 @@ class TestSharedOutputs:
         images.drop_worker("w")
         assert images.work("w", [FIRST], 0, 0).missing < 30
 
+    def test_an_output_that_has_just_come_is_known_before_it_is_told(self):
+        images = ImageAffinity()
+        self.told(images, "w", "first")
+        images.note_shared("host-1", "second")
+        assert images.held("w", BOTH, 0) == (2, 2, frozenset({"first", "second"}))
+        images.note_shared("", "second")  # its worker has gone meanwhile
+        images.on_report("v", report("", None))
+        assert images.held("v", BOTH, 0) == (2, 0, frozenset())
+
+    def test_an_image_is_held_if_any_worker_has_its_output(self):
+        images = ImageAffinity()
+        self.told(images, "w", "first")
+        images.add("v", [SECOND], 0)
+        assert images.is_held("first", ["v", "w"])
+        assert images.is_held("second", ["v", "w"])
+        assert not images.is_held("second", ["w"])
+        assert not images.is_held("first", [])
+
     def test_what_the_fleet_shows(self):
         images = ImageAffinity()
         images.on_report("w", report("host-1", ["first"], encoder_runs=3, embedding_loads=4))
