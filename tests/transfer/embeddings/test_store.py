@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -290,3 +291,45 @@ def test_a_stopped_holder_of_the_lock_holds_nobody_up(directory: Path):
         assert locked
         assert not store.save(named(1), output(1))
     assert store.save(named(1), output(1))
+
+
+def test_several_processes_at_once_never_load_what_was_not_saved(directory: Path):
+    """Each saves, loads and leases at random, for longer than the capacity lasts."""
+    capacity = 6 * ENTRY_BYTES
+    children = [_child_that_works(directory, capacity, seed) for seed in range(4)]
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert statuses == [0] * 4
+    store = EmbeddingStore(directory, KEY, capacity)
+    assert store.counts.refused == 0
+    assert sum(p.stat().st_size for p in directory.iterdir()) <= capacity
+    assert all(store.load(identifier) is not None for identifier in store.identifiers())
+
+
+def _child_that_works(directory: Path, capacity: int, seed: int) -> int:
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        rng = random.Random(seed)
+        store = EmbeddingStore(directory, KEY, capacity)
+        leases = []
+        loads = 0
+        for _ in range(300):
+            number = rng.randrange(12)
+            store.save(named(number), output(number))
+            loaded = store.load(named(rng.randrange(12)))
+            if loaded is not None:
+                loads += 1
+                assert loaded.unique().numel() == 1
+            lease = store.lease(named(number))
+            if lease is not None:
+                leases.append((number, lease))
+            if len(leases) > 2:
+                leased, lease = leases.pop(rng.randrange(3))
+                assert torch.equal(lease.load(), output(leased))
+                lease.release()
+        assert loads > 30
+        assert store.counts.refused == 0
+        status = 0
+    finally:
+        os._exit(status)
