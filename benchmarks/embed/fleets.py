@@ -53,7 +53,7 @@ def measure() -> Iterator[Metric]:
         yield _ttft(on, off, pictures)
         servers.stop(second)
         servers.start_worker("encoder", *SMALL_ENCODER_CACHE, *SHARED, "--role", "encode")
-        servers.wait("the encode worker", lambda: ready_workers(on) == 2)
+        servers.wait("the encode worker", lambda: _ready_roles(on) == ["encode", "generate"])
         yield _encode_worker(on, off)
 
 
@@ -128,6 +128,12 @@ def _encode_worker(on: int, off: int) -> Metric:
 def _ask(client: Client, picture: bytes, question: str) -> None:
     """For one token: the answer's time is the time to the first."""
     client.post(CHAT, picture_request(MODEL, picture, question, 1))
+
+
+def _ready_roles(port: int) -> list[str]:
+    with Client(port) as client:
+        workers = client.get("/v1/fleet")["workers"]
+    return sorted(worker["facts"]["role"] for worker in workers if worker["ready"])
 
 
 def _sum(client: Client, count: str) -> int:
