@@ -14,7 +14,8 @@ SOURCES := configs frontend transfer workers tests benchmarks
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install serve test unit check clean
-.PHONY: bench-path bench-preprocess bench-replay bench-router bench-transfer chaos soak
+.PHONY: bench-embed bench-path bench-preprocess bench-replay bench-router bench-transfer
+.PHONY: chaos soak
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +36,9 @@ check: $(INSTALLED) ## Style, types, Dockerfile and shell script
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/shellcheck .ci/run
+
+bench-embed: $(INSTALLED) ## Measure what sharing encoder outputs spares
+	@$(BIN)/python -m benchmarks.embed
 
 bench-path: $(INSTALLED) ## Measure the path of a picture from request to engine
 	$(BIN)/python -m benchmarks.path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,18 @@ def jpeg(width: int, height: int, seed: int) -> bytes:
 
 def picture_request(model: str, picture: bytes, question: str, max_tokens: int) -> bytes:
     """A chat request: the picture first, then the question."""
-    url = "data:image/jpeg;base64," + base64.b64encode(picture).decode()
-    content = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": question},
-    ]
+    return pictures_request(model, [picture], question, max_tokens)
+
+
+def pictures_request(
+    model: str, pictures: Sequence[bytes], question: str, max_tokens: int
+) -> bytes:
+    """A chat request: the pictures first, then the question."""
+    content: list[dict[str, Any]] = []
+    for picture in pictures:
+        url = "data:image/jpeg;base64," + base64.b64encode(picture).decode()
+        content.append({"type": "image_url", "image_url": {"url": url}})
+    content.append({"type": "text", "text": question})
     return _request(model, content, max_tokens)
 
 

@@ -204,12 +204,24 @@ class WorkerConfig(DiscoverySettings):
         "Listen beyond this host without --secure-keys: whoever reaches the ports reads "
         "prompts and sends requests.",
     )
+    role: Literal["generate", "encode"] = setting(
+        "generate",
+        "generate answers requests; encode runs the vision encoder only, for the other "
+        "workers of its host, and needs --multimodal-embedding-cache-capacity-gb.",
+        env="FOVEAL_WORKER_ROLE",
+    )
     mm_worker_cache_gb: float | None = setting(
         None,
         "Shared memory for tensors pulled by NIXL from frontends on other hosts, GiB; taken "
         "when the first is to be pulled (default: the smaller of 4 and half of what "
         "/dev/shm has free; 0: no NIXL).",
         env="FOVEAL_MM_WORKER_CACHE_GB", ge=0.0,
+    )
+    multimodal_embedding_cache_capacity_gb: float = setting(
+        0.0,
+        "Shared memory for outputs of the vision encoder, which all workers of this host "
+        "and model write and read, GiB in all; taken as it is used (0: none).",
+        env="FOVEAL_MULTIMODAL_EMBEDDING_CACHE_CAPACITY_GB", ge=0.0,
     )
     mm_transfer_timeout: float = setting(
         5.0,

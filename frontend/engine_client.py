@@ -25,18 +25,20 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.embedding_checks import EmbeddingLimits
+from frontend.encode_workers import EncodeWorkers
 from frontend.in_flight import InFlight
 from frontend.index_sweeper import IndexSweeper
 from frontend.kv_checks import KvChecks
 from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import current_receipt
-from frontend.request_items import identify
+from frontend.request_items import identify, is_by_reference, with_tensors
 from frontend.router.block_hashes import RequestHasher
 from frontend.router.router import Router
 from frontend.worker_pool import Worker, WorkerPool
 from transfer.arena import Arena
 from transfer.messages import (
+    AddRequest,
     AskSnapshot,
     CallResult,
     Frame,
@@ -50,6 +52,7 @@ from transfer.messages import (
     TensorsMissing,
     WorkerFacts,
     decode_outputs,
+    encode_payload,
 )
 
 logger = logging.getLogger(__name__)
@@ -83,6 +86,7 @@ class RoutedEngineClient(AdminCalls):
         self.requests = InFlight(
             router, metrics, arena, self._outputs, worker_wait_timeout, migration_limit
         )
+        self._encoders = EncodeWorkers(router, self._send_to_encode, metrics.count_encode_job)
         self._pool: WorkerPool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._learn: Callable[[WorkerFacts], None] = lambda _: None
@@ -124,6 +128,7 @@ class RoutedEngineClient(AdminCalls):
                     "load": self.router.load.load(worker.name)._asdict(),
                     "kv_caught_up": self.router.plane.caught_up(worker.name),
                     "kv_seq": self.router.plane.seq(worker.name),
+                    **self.router.images.describe(worker.name),
                 }
                 for worker in self.pool.workers
             ],
@@ -159,10 +164,26 @@ class RoutedEngineClient(AdminCalls):
         """
         if request.mm_features and self._cache is not None:
             identify(request, self._cache, self._embeddings)
+        await self._have_encoded(request)
         routed = await self.requests.add(request)
         self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
             receipt.routed.append(routed)
+
+    async def _have_encoded(self, request: EngineCoreRequest) -> None:
+        """Where there are workers that only encode, leave new images to them."""
+        encoders = self.pool.encode_workers()
+        if encoders and request.mm_features and self.requests.hasher is not None:
+            generators = list(self.pool.ready_workers())
+            blocks = self.requests.hasher.hash(request)
+            await self._encoders.encode(request, blocks, encoders, generators)
+
+    def _send_to_encode(
+        self, request: EngineCoreRequest, worker: Worker, inline: bool
+    ) -> None:
+        if inline or worker.transfer == "inline" or not is_by_reference(request):
+            request = with_tensors(request, self._arena)
+        worker.link.send(AddRequest(request.request_id), encode_payload(request))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.requests.abort(request_ids)
@@ -197,6 +218,7 @@ class RoutedEngineClient(AdminCalls):
     async def _close(self) -> None:
         self._sweeper.close()
         self._outputs.close(EngineDeadError())
+        self._encoders.close()
         await self.pool.close()
         self.requests.close()
 
@@ -206,6 +228,8 @@ class RoutedEngineClient(AdminCalls):
         """Bring a worker that has just answered up to date."""
         # If it was lost: it answers once it is done with what it had before.
         self.requests.release(worker.name)
+        if worker.encodes:
+            return  # it has no KV cache, and no adapters
         facts = worker.facts
         if facts is not None and self.requests.hasher is None:
             self.requests.hasher = RequestHasher(
@@ -223,6 +247,7 @@ class RoutedEngineClient(AdminCalls):
     def on_lost(self, worker: Worker) -> None:
         """Move or end the requests of a worker that is gone."""
         self.router.drop_worker(worker.name)
+        self._encoders.on_lost(worker)
         self._sweeper.wake()
         self._outputs.drop_worker(worker.name)
         self.fail_calls(worker.name)
@@ -232,6 +257,9 @@ class RoutedEngineClient(AdminCalls):
         self.requests.release(worker.name)
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
+        if worker.encodes:
+            self._on_encode_worker(message, payload)
+            return
         match message:
             case Outputs():
                 self.requests.on_outputs(worker, decode_outputs(payload))
@@ -252,10 +280,20 @@ class RoutedEngineClient(AdminCalls):
             case _:
                 logger.warning("%s sent %s", worker.name, type(message).__name__)
 
+    def _on_encode_worker(self, message: Message, payload: Sequence[Frame]) -> None:
+        match message:
+            case Outputs():
+                self._encoders.on_outputs(decode_outputs(payload))
+            case TensorsMissing():
+                self._encoders.on_missing(message.request_id)
+
     def on_delta(self, worker: Worker, delta: KvDelta) -> None:
         self._ask_if(self.router.plane.on_delta(worker.name, delta), worker)
 
     def on_report(self, worker: Worker, report: LoadReport) -> None:
+        if worker.encodes:
+            self.router.images.on_report(worker.name, report)
+            return
         self._ask_if(self.router.on_report(worker.name, report), worker)
 
     def _ask_if(self, needed: bool, worker: Worker) -> None:

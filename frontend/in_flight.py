@@ -163,8 +163,11 @@ class InFlight:
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
         route, worker = self._route(request, earlier.worker if earlier else None)
-        transfer = self._send(request, worker)
-        return Routed(route.worker, route.overlap_blocks, route.prompt_blocks, transfer)
+        transfer = self._send(request, worker, held=route.images.shared)
+        return Routed(
+            route.worker, route.overlap_blocks, route.prompt_blocks, transfer,
+            route.images.held, route.images.needed,
+        )
 
     def abort(self, request_ids: list[str]) -> None:
         """Have workers drop requests; those that are over or unknown are ignored."""
@@ -213,15 +216,23 @@ class InFlight:
         return route, workers[route.worker]
 
     def _send(
-        self, request: EngineCoreRequest, worker: Worker, *, inline: bool = False
+        self,
+        request: EngineCoreRequest,
+        worker: Worker,
+        *,
+        inline: bool = False,
+        held: Set[str] = frozenset(),
     ) -> str:
-        """Send a request to its worker; returns how its tensors go."""
+        """Send a request to its worker; returns how its tensors go.
+
+        Those of images in ``held``, whose encoder output the worker has, do not go inline.
+        """
         transfer = "none"
         outgoing = request
         if request.mm_features:
             transfer = worker.transfer if is_by_reference(request) and not inline else "inline"
             if transfer == "inline":
-                outgoing = with_tensors(request, self._arena)
+                outgoing = with_tensors(request, self._arena, without=held)
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
         sent.in_parts |= request.resumable
@@ -357,7 +368,7 @@ class InFlight:
             "request %s goes to %s now, behind %d tokens",
             request.request_id, route.worker, len(sent.answered),
         )
-        self._send(request, worker)
+        self._send(request, worker, held=route.images.shared)
 
     async def _resend_when_ready(self, request_id: str) -> None:
         """As for a new request: wait for a worker, so long and no longer."""

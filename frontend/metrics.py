@@ -35,6 +35,15 @@ class FrontendMetrics:
         self._prompt = Counter(
             "foveal_prompt_blocks", "Full blocks of routed prompts.", registry=registry
         )
+        self._embeddings = Counter(
+            "foveal_embeddings", "Images of routed requests beyond the cached blocks, by "
+            "whether the worker or its host held the encoder's output.", ["held"],
+            registry=registry,
+        )
+        self._encode_jobs = Counter(
+            "foveal_encode_jobs", "Images sent to encode workers.", ["outcome"],
+            registry=registry,
+        )
         self.moved = Counter(
             "foveal_requests_moved", "Requests sent anew because their worker was lost.",
             registry=registry,
@@ -53,6 +62,14 @@ class FrontendMetrics:
         self._routed.labels(routed.worker, routed.transfer).inc()
         self._overlap.inc(routed.overlap_blocks)
         self._prompt.inc(routed.prompt_blocks)
+        if routed.embeddings_needed:
+            missing = routed.embeddings_needed - routed.embeddings_held
+            self._embeddings.labels("yes").inc(routed.embeddings_held)
+            self._embeddings.labels("no").inc(missing)
+
+    def count_encode_job(self, outcome: str) -> None:
+        """``outcome``: ``encoded`` or ``failed``."""
+        self._encode_jobs.labels(outcome).inc()
 
 
 class FleetCollector(Collector):

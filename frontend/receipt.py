@@ -5,7 +5,9 @@ Headers, one value per engine request in the order of routing:
 - ``x-foveal-worker``: the worker;
 - ``x-foveal-overlap-blocks``: leading prompt blocks its KV cache held;
 - ``x-foveal-prompt-blocks``: full blocks of the prompt;
-- ``x-foveal-transfer``: how tensors went there: ``shm``, ``nixl``, ``inline``, ``none``.
+- ``x-foveal-transfer``: how tensors went there: ``shm``, ``nixl``, ``inline``, ``none``;
+- ``x-foveal-embeddings``: ``held/needed``: images beyond the cached blocks, and how many of
+  them need not be encoded, because the worker or its host has the encoder's output.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ class Routed:
     overlap_blocks: int
     prompt_blocks: int
     transfer: str
+    embeddings_held: int = 0
+    embeddings_needed: int = 0
 
 
 @dataclass
@@ -44,6 +48,9 @@ class Receipt:
             "x-foveal-overlap-blocks": [str(r.overlap_blocks) for r in shown],
             "x-foveal-prompt-blocks": [str(r.prompt_blocks) for r in shown],
             "x-foveal-transfer": [r.transfer for r in shown],
+            "x-foveal-embeddings": [
+                f"{r.embeddings_held}/{r.embeddings_needed}" for r in shown
+            ],
         }
         if len(self.routed) > MOST_SHOWN:
             columns = {name: [*values, "..."] for name, values in columns.items()}

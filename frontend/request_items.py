@@ -7,6 +7,7 @@ InputProcessor._get_mm_identifier puts a LoRA adapter's name before the hash.
 from __future__ import annotations
 
 import copy
+from collections.abc import Set
 from dataclasses import replace
 
 from vllm.exceptions import VLLMValidationError
@@ -59,15 +60,19 @@ def is_by_reference(request: EngineCoreRequest) -> bool:
     return all(f.data is not None and is_packed(f.data) for f in request.mm_features or ())
 
 
-def with_tensors(request: EngineCoreRequest, arena: Arena | None) -> EngineCoreRequest:
+def with_tensors(
+    request: EngineCoreRequest, arena: Arena | None, without: Set[str] = frozenset()
+) -> EngineCoreRequest:
     """``request`` with tensors, over the arena's memory, in place of references.
 
-    The original must live as long as the result: it leases the memory.
+    Items whose identifier is in ``without`` keep their references: the worker has what the
+    encoder made of them. The original must live as long as the result: it leases the memory.
     """
     features = []
     for feature in request.mm_features or ():
         item = feature.data
-        if item is not None and is_packed(item) and arena is not None:
+        spared = feature.identifier in without
+        if item is not None and is_packed(item) and arena is not None and not spared:
             reference = read_reference(item)
             item = resolve(item, arena.view(reference.entry), reference)
         features.append(replace(feature, data=item))

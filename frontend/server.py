@@ -48,7 +48,9 @@ from frontend.worker_pool import WorkerPool
 from transfer.access import frontend_access
 from transfer.arena import Arena
 from transfer.arena_file import sweep_dead_arenas
+from transfer.embeddings.home import EmbeddingHome, sweep_dead_homes
 from transfer.engine_facts import shared_facts
+from transfer.errors import TransferError
 from transfer.identity import IdentityHasher, load_or_create_seed
 from transfer.messages import PROTOCOL_VERSION, Hello
 from transfer.registry import Registry
@@ -87,6 +89,7 @@ async def serve(
     remote_media = RemoteMedia(url_policy, url_cache)
     register_connector(remote_media, url_policy)
     arena = _make_arena(settings, config)
+    home = _join_embeddings(seed, settings.namespace)
     preprocessing: PreprocessPool | None = None
     try:
         cache = ArenaProcessorCache(arena, hasher, config.model_config.model)
@@ -140,6 +143,20 @@ async def serve(
             await preprocessing.close()
         if arena is not None:
             arena.close()
+        if home is not None:
+            home.leave()
+
+
+def _join_embeddings(seed: bytes, namespace: str) -> EmbeddingHome | None:
+    """Keep what workers of this host share in place while they are restarted."""
+    try:
+        home = EmbeddingHome(seed, namespace)
+    except (TransferError, OSError) as error:
+        logger.warning("the workers' embedding cache is not kept from here: %s", error)
+        return None
+    for name in sweep_dead_homes():  # not what this deployment itself left behind
+        logger.info("removed %s, left by processes that are gone", name)
+    return home
 
 
 def fleet_load(client: RoutedEngineClient) -> FleetLoad:

@@ -101,6 +101,11 @@ class Worker:
         self.process: ProcessWatch | None = None
         self.tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it only encodes images, and so answers no requests."""
+        return self.facts is not None and self.facts.role == "encode"
+
     def is_silent(self, now: float) -> bool:
         """Whether it should have answered by ``now``."""
         silent = now - self.last_heard
@@ -170,11 +175,17 @@ class WorkerPool:
 
     def ready_workers(self) -> dict[str, Worker]:
         """Those that new requests may go to, by name."""
-        return {w.name: w for w in self._workers.values() if w.ready and not w.draining}
+        return {n: w for n, w in self.reachable_workers().items() if not w.draining}
 
     def reachable_workers(self) -> dict[str, Worker]:
         """Those that have requests or may get some, by name."""
-        return {w.name: w for w in self._workers.values() if w.ready}
+        return {w.name: w for w in self._workers.values() if w.ready and not w.encodes}
+
+    def encode_workers(self) -> list[Worker]:
+        """Those that only encode, and are ready to."""
+        return [
+            w for w in self._workers.values() if w.ready and w.encodes and not w.draining
+        ]
 
     async def wait_until_ready(self, timeout: float) -> bool:
         """Wait for a ready worker, at most ``timeout`` seconds."""
@@ -342,7 +353,7 @@ class WorkerPool:
                 self._agreed = None  # it must not decide who may come after it
             return
         worker.ready = True
-        if not worker.draining:
+        if not worker.draining and not worker.encodes:
             self._some_ready.set()
         logger.info(
             "worker %s is ready (%s: %s)", worker.name, worker.transfer, worker.transfer_reason
@@ -420,7 +431,9 @@ class WorkerPool:
         task.add_done_callback(_log_failure)
 
 
-MAY_DIFFER = frozenset({"num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"})
+MAY_DIFFER = frozenset({
+    "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "role",
+})
 """Facts in which workers of one fleet need not agree."""
 
 

@@ -46,6 +46,7 @@ from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import PROTOCOL_VERSION, Frame, Ready, WorkerFacts, decode_request
 from transfer.registry import Registry, WorkerRecord, this_process
 from workers.arena_worker import ArenaReader
+from workers.embedding_cache import HostEmbeddings
 from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 from workers.inbox import Inbox
@@ -274,6 +275,7 @@ class FakeWorker:
         epoch: str = "epoch-1",
         cache_gib: float = 0.0,
         transfer_timeout: float = 5.0,
+        embeddings: HostEmbeddings | None = None,
     ) -> None:
         """``process``: the id and start time under which it announces itself.
 
@@ -311,6 +313,7 @@ class FakeWorker:
             self.frontends,
             self.outbox,
             self.nixl,
+            embeddings,
         )
         self.load = LoadReporter(
             self.kv_publisher,
@@ -318,6 +321,7 @@ class FakeWorker:
             self.frontends,
             self.facts.num_kv_blocks,
             lambda: self.inbox.encoder_resets,
+            embeddings,
         )
         self._process = process
         self._tasks: list[asyncio.Task[None]] = []

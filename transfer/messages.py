@@ -53,6 +53,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int
     engine: str = "vllm"
     """``vllm``, or ``mock`` for a simulated one: never both in one fleet."""
+    role: str = "generate"
+    """``generate``, or ``encode`` for an engine that runs the vision encoder only."""
     vllm_version: str
     model: str
     revision: str
@@ -253,6 +255,14 @@ class LoadReport(msgspec.Struct, tag=True, kw_only=True):
     """By the name of the frontend; only those with requests in flight."""
     encoder_resets: Count = 0
     """How often the engine was told to forget images or their encoder outputs."""
+    encoder_runs: int = 0
+    """Images that the engine has encoded since it was started."""
+    embedding_loads: int = 0
+    """Encoder outputs that it took from its host's cache instead."""
+    embedding_cache: str = ""
+    """Workers that say the same share one cache of encoder outputs; empty: it has none."""
+    embeddings: list[str] | None = None
+    """The identifiers in it, the most recently used last; None: not told this time."""
 
 
 class Ping(msgspec.Struct, tag=True):

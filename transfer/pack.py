@@ -158,6 +158,16 @@ def is_packed(item: MultiModalKwargsItem) -> bool:
     return REFERENCE_KEY in item
 
 
+def lacks_tensors(item: MultiModalKwargsItem) -> bool:
+    """Tell whether fields of the item have no data, and no reference says where it is."""
+    return not is_packed(item) and any(elem.data is None for elem in item.values())
+
+
+def without_reference(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
+    """Return a packed item without its tensors: only what is small is left."""
+    return MultiModalKwargsItem({k: e for k, e in item.items() if k != REFERENCE_KEY})
+
+
 def read_reference(item: MultiModalKwargsItem) -> ItemRef:
     """Return where the tensors of a packed item are.
 

@@ -63,6 +63,16 @@ def same_host_key() -> str:
     return f"{boot_id}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
+def place_of(path: Path) -> str:
+    """Return a text that two processes share if they see the same file or directory.
+
+    It names the running kernel, the file system and the file: containers may share these.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    status = path.stat()
+    return f"{boot_id}-{status.st_dev:x}-{status.st_ino:x}"
+
+
 def told_when_parent_ends(number: int) -> Callable[[], None]:
     """Return what a child runs before it becomes another program (``preexec_fn``).
 

@@ -18,6 +18,7 @@ from transfer.errors import TransferError
 from transfer.pack import is_packed, read_reference, resolve
 from transfer.parent_death import die_with_parent
 from transfer.tensor_ref import ArenaId
+from workers.embedding_connector import fetch_embeddings
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -65,6 +66,7 @@ class ArenaReader(_Base):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         for request in scheduler_output.scheduled_new_reqs:
             request.mm_features = [self._resolved(f) for f in request.mm_features]
+        fetch_embeddings(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def _resolved(self, feature: MultiModalFeatureSpec) -> MultiModalFeatureSpec:

@@ -1,8 +1,8 @@
 """From the command line to a vLLM engine that a frontend can route to.
 
 vLLM names relied on: AsyncEngineArgs (add_cli_args, from_cli_args, create_engine_config),
-KVEventsConfig, MultiModalBudget, FlexibleArgumentParser;
-SpeculativeConfig.use_eagle_block_drop.
+KVEventsConfig, ECTransferConfig, MultiModalBudget, FlexibleArgumentParser;
+SpeculativeConfig.use_eagle_block_drop; VllmConfig.is_mm_encoder_only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.config.ec_transfer import ECTransferConfig
 from vllm.config.kv_events import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -51,10 +52,13 @@ def parse(arguments: Sequence[str]) -> tuple[WorkerConfig, argparse.Namespace]:
     return read_settings(WorkerConfig, args, os.environ), args
 
 
-def engine_config(args: argparse.Namespace, sockets: Path) -> VllmConfig:
+def engine_config(
+    args: argparse.Namespace, sockets: Path, embeddings: ECTransferConfig | None = None
+) -> VllmConfig:
     """Build the engine's configuration, with what must not vary set here.
 
     ``sockets`` is a private directory; the engine publishes its KV events there.
+    ``embeddings`` connects the engine to the encoder outputs that its host shares.
 
     Raises:
         BadSetting: a flag contradicts what a routed worker needs.
@@ -80,6 +84,13 @@ def engine_config(args: argparse.Namespace, sockets: Path) -> VllmConfig:
     engine_args.kv_events_config = KVEventsConfig(
         enable_kv_cache_events=True, publisher="zmq", endpoint=f"ipc://{sockets}/kv-events"
     )
+    if embeddings is not None:
+        if engine_args.ec_transfer_config is not None:
+            raise BadSetting(
+                "--ec-transfer-config and --multimodal-embedding-cache-capacity-gb each set "
+                "the engine's encoder cache connector: give one of them"
+            )
+        engine_args.ec_transfer_config = embeddings
     try:
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, OSError) as error:
@@ -94,6 +105,7 @@ def facts_of(
     facts = {
         **shared_facts(config),
         "engine": engine,
+        "role": "encode" if config.is_mm_encoder_only else "generate",
         "block_size": cache.block_size,
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "root_hash": root_hash_of(cache.prefix_caching_hash_algo),

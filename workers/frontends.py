@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from vllm.v1.engine import EngineCoreRequest
 
 from transfer.arena_view import ArenaView
+from transfer.embeddings.store import EmbeddingLease
 from transfer.errors import ArenaGone, BadMessage
 from transfer.leases import Lease
 from transfer.messages import FrontendShare
@@ -37,9 +38,9 @@ class Frontend:
     """Requests that the engine may still be working on, not aborted."""
     parts: dict[str, int] = field(default_factory=dict)
     """Of those whose input streams in, how many parts have come."""
-    leases: dict[str, list[Lease]] = field(default_factory=dict)
-    """What they need of the worker's own arena. Outlives them in a frontend that has
-    gone, until the engine is past them."""
+    leases: dict[str, list[Lease | EmbeddingLease]] = field(default_factory=dict)
+    """What they need of the worker's own arena, or of its host's encoder outputs.
+    Outlives them in a frontend that has gone, until the engine is past them."""
     charges: dict[str, FrontendShare] = field(default_factory=dict)
     """What each of its requests was charged, see ``AddRequest``."""
 

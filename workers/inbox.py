@@ -18,6 +18,7 @@ from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from transfer.arena_view import ArenaView
+from transfer.embeddings.store import EmbeddingLease
 from transfer.errors import BadMessage, TransferError
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import (
@@ -44,6 +45,7 @@ from transfer.messages import (
     decode_request,
     encode_payload,
 )
+from workers.embedding_cache import HostEmbeddings
 from workers.engine_inputs import EngineInputs
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
 from workers.kv_state import KvState
@@ -103,6 +105,7 @@ class Inbox:
         frontends: Frontends,
         outbox: Outbox,
         nixl: NixlTransfer,
+        embeddings: HostEmbeddings | None = None,
     ) -> None:
         self._ready = ready
         self._engine = engine
@@ -113,6 +116,7 @@ class Inbox:
         self._frontends = frontends
         self._outbox = outbox
         self._nixl = nixl
+        self._embeddings = embeddings
         self._waiting = WaitingRequests(frontends, inputs, self._send_missing)
         self._seed_fingerprint = ready.facts.identity_seed_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
@@ -203,7 +207,7 @@ class Inbox:
             self._send_missing(frontend, request_id, part, reason)
             return
         try:
-            request = _checked(frontend, request_id, payload)
+            request, held = _checked(frontend, request_id, payload, self._embeddings)
         except BadMessage as error:
             if self._frontends.owner(request_id) is frontend:  # earlier parts are running
                 self._waiting.cancel(frontend, [request_id])
@@ -214,7 +218,9 @@ class Inbox:
         else:
             if self._frontends.begin(frontend, request_id, streams=request.resumable):
                 self._frontends.charge(request_id, message.prefill_tokens, message.blocks)
-                self._hand_over(frontend, request, part, payload)
+                if held:
+                    frontend.leases.setdefault(request_id, []).extend(held)
+                self._hand_over(frontend, request, part, () if held else payload)
             else:
                 reason = "a request of this id is running"
                 self._outbox.fail(frontend.name, request_id, reason)
@@ -226,8 +232,11 @@ class Inbox:
         part: int,
         payload: Sequence[Frame],
     ) -> None:
-        """Give a request to the engine, now or when its tensors have come."""
-        as_it_came = _strip(request)
+        """Give a request to the engine, now or when its tensors have come.
+
+        Without ``payload`` it is not what came.
+        """
+        as_it_came = _strip(request) and bool(payload)
         cache = self._nixl.cache
         if cache is not None and self._waiting.take(frontend, request, part, cache):
             return
@@ -377,6 +386,8 @@ class Inbox:
             # An idle engine announces this only with its next step.
             self._publish(self._kv_state.clear())
         self.encoder_resets += call.method in _FORGETS_IMAGES
+        if call.method == "reset_encoder_cache" and self._embeddings is not None:
+            self._embeddings.clear()
         self._link.send(name, CallResult(call.call_id), frames)
 
     def _snapshot(self) -> KvSnapshot:
@@ -405,9 +416,15 @@ def _may_name(arguments: list[Any]) -> bool:
 
 
 def _checked(
-    frontend: Frontend, request_id: str, payload: Sequence[Frame]
-) -> EngineCoreRequest:
-    """Decode a request that the engine may have.
+    frontend: Frontend,
+    request_id: str,
+    payload: Sequence[Frame],
+    embeddings: HostEmbeddings | None,
+) -> tuple[EngineCoreRequest, list[EmbeddingLease]]:
+    """Decode a request that the engine may have, and what it may have it by.
+
+    Where the sender's memory is not seen here, images whose encoder output is on this
+    host come without their pixels, and the leases of those outputs are returned.
 
     Raises:
         BadMessage: it may not.
@@ -418,13 +435,16 @@ def _checked(
         raise BadMessage(f"holds request {request.request_id}")
     if request.client_index != 0:  # the engine would answer somebody else
         raise BadMessage(f"client index {request.client_index}")
+    held: list[EmbeddingLease] = []
     try:
+        if frontend.view is None and embeddings is not None:
+            held = embeddings.take(request)
         frontend.check_references(request)
     except TransferError:
         raise
     except Exception as error:  # no sender may end this process
         raise BadMessage(f"cannot be checked: {error!r}") from error
-    return request
+    return request, held
 
 
 def _strip(request: EngineCoreRequest) -> bool:

@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from transfer.embeddings.store import EmbeddingLease
 from transfer.leases import Lease
 from transfer.link import WorkerLink
 from transfer.messages import Outputs, Released, encode_payload
@@ -44,7 +45,7 @@ class Outbox:
         self._link = link
         self._frontends = frontends
         self._aborted: list[tuple[str, str]] = []
-        self._leases: list[Lease] = []
+        self._leases: list[Lease | EmbeddingLease] = []
         """What aborted requests had of the worker's own arena."""
         self._something_aborted = asyncio.Event()
         self._steps = 0

@@ -37,6 +37,7 @@ from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
 from transfer.registry import Registry, WorkerRecord, this_process
 from workers.draining import StopSignals, drain
+from workers.embedding_cache import HostEmbeddings, connector_config, open_embeddings
 from workers.engine_args import engine_config, facts_of
 from workers.engine_inputs import EngineInputs
 from workers.engine_outputs import follow_engine
@@ -65,21 +66,26 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
         access.check(f"tcp://{settings.host}:{settings.port}")  # before the engine loads
     worker = f"worker-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = registry.socket_directory(worker)
+    embeddings: HostEmbeddings | None = None
     try:
-        config = engine_config(args, sockets)
-        fingerprint = IdentityHasher(
-            load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path),
-            "xxh3_128",
-        ).fingerprint
+        config = engine_config(args, sockets, connector_config(settings))
+        seed = load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path)
+        fingerprint = IdentityHasher(seed, "xxh3_128").fingerprint
+        embeddings = open_embeddings(settings, config, seed)
         engine = _start_engine(config, sockets)
         try:
             facts = facts_of(config, fingerprint)
             return uvloop.run(
-                _serve(settings, registry, access, worker, sockets, config, engine, facts)
+                _serve(
+                    settings, registry, access, worker, sockets, config, engine, facts,
+                    embeddings,
+                )
             )
         finally:
             engine.shutdown(timeout=config.shutdown_timeout)
     finally:
+        if embeddings is not None:
+            embeddings.leave()
         registry.withdraw(worker)
 
 
@@ -126,6 +132,7 @@ async def _serve(
     config: VllmConfig,
     engine: AsyncMPClient,
     facts: WorkerFacts,
+    embeddings: HostEmbeddings | None,
 ) -> int:
     loop = asyncio.get_running_loop()
     signals = StopSignals()
@@ -158,14 +165,18 @@ async def _serve(
         settings.mm_worker_cache_gb, settings.mm_transfer_timeout, partial(attach, engine)
     )
     inbox = Inbox(
-        ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl
+        ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl,
+        # An engine that only encodes is sent what is to be encoded.
+        embeddings if settings.role == "generate" else None,
     )
 
     load = LoadReporter(
-        kv_publisher, kv_state, frontends, facts.num_kv_blocks, lambda: inbox.encoder_resets
+        kv_publisher, kv_state, frontends, facts.num_kv_blocks,
+        lambda: inbox.encoder_resets, embeddings,
     )
 
     def on_outputs(outputs: EngineCoreOutputs) -> None:
+        load.note_embeddings(outputs)
         outbox.deliver(outputs)
         load.note(outputs)
 

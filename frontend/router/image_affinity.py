@@ -5,16 +5,24 @@ tokens of them as its encoder cache holds, and evicts what it has not used for l
 does not publish this, so it is followed from what was routed: an estimate that only steers,
 and that forgets as the engine does. An image that lies wholly in cached blocks is not
 encoded and therefore not refreshed there, and not here.
+
+Besides, workers of one host may share the encoder's outputs (``transfer.embeddings``). What
+is in there they do say: any of them loads such an output instead of encoding the image.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from transfer.messages import LoadReport
 
 # Until an engine has said how much it keeps.
 ASSUMED_CAPACITY_TOKENS = 8192
+
+# Loading an output is a copy or two: far less than encoding, but more than having it.
+LOADING_SHARE = 32
 
 
 class PromptImage(NamedTuple):
@@ -32,12 +40,26 @@ class EncoderWork(NamedTuple):
     """Placeholder tokens of a prompt's images, by what a worker must do about them."""
 
     missing: int
-    """To be encoded for this request."""
+    """To be encoded for this request; of outputs to be loaded a small share."""
     queued: int
     """About to be encoded there for an earlier request."""
 
 
 NO_WORK = EncoderWork(0, 0)
+
+
+class ImagesHeld(NamedTuple):
+    """Of the images that a worker has not in its KV cache, whose encoder output is held."""
+
+    needed: int = 0
+    """Images whose encoder output is needed."""
+    held: int = 0
+    """Those of them that need not be encoded, as far as is known."""
+    shared: frozenset[str] = frozenset()
+    """What the worker's host shares: for these the worker needs no pixels."""
+
+
+NO_IMAGES = ImagesHeld()
 
 
 class _Encoded:
@@ -66,6 +88,11 @@ class ImageAffinity:
         """``capacity_tokens``: placeholder tokens that one engine's encoder cache holds."""
         self.capacity_tokens = capacity_tokens
         self._encoded: dict[str, _Encoded] = {}
+        self._cache_of: dict[str, str] = {}
+        """The shared cache of each worker that has one."""
+        self._shared: dict[str, frozenset[str]] = {}
+        self._counts: dict[str, tuple[int, int]] = {}
+        """By worker, images encoded and outputs loaded, as it says."""
 
     def __len__(self) -> int:
         """Count the images remembered, added up over workers."""
@@ -82,7 +109,8 @@ class ImageAffinity:
         if not images:
             return NO_WORK
         encoded = self._encoded.get(worker)
-        if encoded is None and not known_tokens:
+        shared = self._shared_with(worker)
+        if encoded is None and not known_tokens and not shared:
             return EncoderWork(sum(image.length for image in images), 0)
         known = encoded.images if encoded is not None else ()
         missing = queued = 0
@@ -92,7 +120,7 @@ class ImageAffinity:
             if offset + length <= known_tokens:
                 queued += length
             elif identifier not in known:
-                missing += length
+                missing += length // LOADING_SHARE if identifier in shared else length
             elif offset < known_tokens and known_tokens > held_tokens:
                 queued += length
         return EncoderWork(missing, queued)
@@ -111,6 +139,71 @@ class ImageAffinity:
         for image in outside:
             encoded.put(image, self.capacity_tokens)
 
-    def drop_worker(self, worker: str) -> None:
-        """Forget what ``worker`` held: it is gone, or was told to forget."""
+    def held(
+        self, worker: str, images: Sequence[PromptImage], held_tokens: int
+    ) -> ImagesHeld:
+        """Return what is held of the images beyond the prompt's first ``held_tokens``.
+
+        To be asked before ``add``.
+        """
+        if not images:
+            return NO_IMAGES
+        outside = {i.identifier for i in images if i.offset + i.length > held_tokens}
+        shared = outside & self._shared_with(worker)
+        encoded = self._encoded.get(worker)
+        known = outside.intersection(encoded.images) if encoded is not None else set()
+        return ImagesHeld(len(outside), len(known | shared), frozenset(shared))
+
+    def on_report(self, worker: str, report: LoadReport) -> None:
+        """Take over what ``worker`` says of the outputs that its host shares."""
+        cache = report.embedding_cache
+        if self._cache_of.get(worker, "") != cache:
+            self._leave_cache(worker)
+            if cache:
+                self._cache_of[worker] = cache
+        if cache and report.embeddings is not None:
+            self._shared[cache] = frozenset(report.embeddings)
+        self._counts[worker] = (report.encoder_runs, report.embedding_loads)
+
+    def cache_of(self, worker: str) -> str:
+        """Return what names the shared cache of a worker; empty if it has none."""
+        return self._cache_of.get(worker, "")
+
+    def note_shared(self, cache: str, identifier: str) -> None:
+        """Note an output that has just been put into a cache that some worker shares."""
+        if cache in self._cache_of.values():
+            self._shared[cache] = self._shared.get(cache, frozenset()) | {identifier}
+
+    def is_held(self, identifier: str, workers: Iterable[str]) -> bool:
+        """Tell whether any of these workers need not encode an image, wherever it stands."""
+        for worker in workers:
+            encoded = self._encoded.get(worker)
+            if encoded is not None and identifier in encoded.images:
+                return True
+            if identifier in self._shared_with(worker):
+                return True
+        return False
+
+    def describe(self, worker: str) -> dict[str, int]:
+        """What ``GET /v1/fleet`` shows of it."""
+        runs, loads = self._counts.get(worker, (0, 0))
+        return {
+            "encoder_runs": runs,
+            "embedding_loads": loads,
+            "shared_embeddings": len(self._shared_with(worker)),
+        }
+
+    def drop_worker(self, worker: str, *, gone: bool = False) -> None:
+        """Forget what ``worker`` held: it is ``gone``, or was told to forget."""
         self._encoded.pop(worker, None)
+        if gone:
+            self._leave_cache(worker)
+            self._counts.pop(worker, None)
+
+    def _shared_with(self, worker: str) -> frozenset[str]:
+        return self._shared.get(self._cache_of.get(worker, ""), frozenset())
+
+    def _leave_cache(self, worker: str) -> None:
+        cache = self._cache_of.pop(worker, None)
+        if cache is not None and cache not in self._cache_of.values():
+            self._shared.pop(cache, None)

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from frontend.router.block_hashes import RequestBlocks
 from frontend.router.cost import Candidate, RouterSettings, choose, cost_of
-from frontend.router.image_affinity import NO_WORK, ImageAffinity
+from frontend.router.image_affinity import NO_IMAGES, NO_WORK, ImageAffinity, ImagesHeld
 from frontend.router.kv_index import KvIndex
 from frontend.router.kv_plane import KvPlane
 from frontend.router.promises import Promises
@@ -43,6 +43,8 @@ class Route:
     """In tokens of prefill, see ``cost``."""
     alternatives: tuple[Candidate, ...]
     """The other workers, cheapest first."""
+    images: ImagesHeld = NO_IMAGES
+    """What need not be encoded of the images beyond the cached blocks."""
 
 
 class Router:
@@ -105,6 +107,10 @@ class Router:
         self.load.finish(request_id)
         weighed = self._weigh(blocks, num_tokens, candidates)
         chosen = self._choose(weighed, pinned)
+        images = NO_IMAGES
+        if blocks is not None:
+            held_tokens = chosen.overlap_blocks * self._block_size
+            images = self.images.held(chosen.worker, blocks.images, held_tokens)
         self._charge(request_id, chosen, blocks, num_tokens)
         others = (candidate for candidate in weighed if candidate is not chosen)
         return Route(
@@ -114,7 +120,21 @@ class Router:
             prompt_blocks=len(blocks.digests) if blocks is not None else 0,
             cost=chosen.cost,
             alternatives=tuple(sorted(others, key=attrgetter("cost"))),
+            images=images,
         )
+
+    def unheld_images(self, blocks: RequestBlocks, candidates: Sequence[str]) -> set[str]:
+        """Return the images that all of the candidates would have to encode."""
+        reusable = blocks.digests[: blocks.reusable]
+        overlaps = self.index.overlap(reusable)
+        promises = self.promises.all_leading(reusable, overlaps)
+        known = max((overlaps.get(w, 0) + promises.get(w, 0) for w in candidates), default=0)
+        return {
+            image.identifier
+            for image in blocks.images
+            if image.offset + image.length > known * blocks.block_size
+            and not self.images.is_held(image.identifier, candidates)
+        }
 
     def first_token(self, request_id: str) -> None:
         """Note that the prompt of a request has been computed."""
@@ -130,13 +150,14 @@ class Router:
         if self._encoder_resets.get(worker, 0) != report.encoder_resets:
             self._encoder_resets[worker] = report.encoder_resets
             self.images.drop_worker(worker)
+        self.images.on_report(worker, report)
         return self.plane.on_position(worker, report.epoch, report.seq)
 
     def drop_worker(self, worker: str) -> list[str]:
         """Forget a lost worker; return the ids of the requests it had in flight."""
         self.plane.on_lost(worker)
         self.promises.drop_worker(worker)
-        self.images.drop_worker(worker)
+        self.images.drop_worker(worker, gone=True)
         self._encoder_resets.pop(worker, None)
         return self.load.drop_worker(worker)
 

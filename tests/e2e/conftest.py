@@ -61,11 +61,13 @@ class SessionFleet:
                 filter(None, [str(TRAP), os.environ.get("PYTHONPATH")])
             ),
         }
+        # What the host's encoder outputs change about answers every test would show.
+        shared = ("--multimodal-embedding-cache-capacity-gb", "0.25")
         self.workers: list[Process] = [
-            self.deployment.start_worker(env=env),
+            self.deployment.start_worker(*shared, env=env),
             # Listens on TCP, and holds so little that blocks are evicted all the time.
             self.deployment.start_worker(
-                "--port", "0", "--num-gpu-blocks-override", "320", env=env
+                *shared, "--port", "0", "--num-gpu-blocks-override", "320", env=env
             ),
         ]
         self.vllm: Server = self.deployment.start_vllm()

@@ -121,6 +121,16 @@ class Frontend(Server):
         found: dict[str, Any] = next(w for w in self.fleet()["workers"] if w["id"] == name)
         return found
 
+    def shared_embeddings(self) -> int:
+        """Encoder outputs that the workers' host shares, as far as it knows."""
+        return max(worker["shared_embeddings"] for worker in self.workers().values())
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        lines = self.http.get("/metrics").raise_for_status().text.splitlines()
+        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return sum(float(v) for key, _, v in samples if key.partition("{")[0] == name)
+
     def has_workers(self, count: int) -> bool:
         return self.answers() and len(self.workers()) == count
 

@@ -23,6 +23,7 @@ from tests.e2e.conftest import SessionFleet
 from tests.e2e.fleet import Frontend, Server
 from tests.e2e.pictures import pattern
 from tests.e2e.processes import Process, wait_until
+from transfer.embeddings.home import home_of
 
 SHM = Path("/dev/shm")
 PICTURE_CASES = [case for case in CASES if case.name.startswith("picture_")][:6]
@@ -177,12 +178,16 @@ def test_what_is_stopped_ends_in_good_order_and_leaves_nothing(
     frontend, worker = state.frontend.process, state.survivor
     segments = segments_of(frontend) | segments_of(worker)
     assert segments
+    seed = (deployment.registry / deployment.namespace / "identity-seed").read_bytes()
+    outputs = home_of(seed, deployment.namespace)
+    assert list(outputs.glob("*/image-*"))  # those of the killed worker too
     frontend.signal(signal.SIGINT)
     worker.signal(signal.SIGTERM)
     assert frontend.wait(30.0) in (0, 130)
     assert worker.wait(30.0) == 0
     wait_until(lambda: frontend.family() + worker.family() == [], 5.0, "no child left")
     assert [name for name in segments if (SHM / name).exists()] == []
+    assert not outputs.exists()
     assert deployment.announced() == []
     assert deployment.left_by(frontend) == []
 

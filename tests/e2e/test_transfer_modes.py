@@ -11,8 +11,9 @@ import pytest
 from tests.e2e.answers import answer_of, differences
 from tests.e2e.cases import CASES, CHAT, Case, chat_body, shown, user
 from tests.e2e.conftest import SessionFleet
-from tests.e2e.fleet import Frontend
+from tests.e2e.fleet import Frontend, Server
 from tests.e2e.pictures import pattern
+from tests.e2e.processes import wait_until
 from tests.e2e.reuse import ask_and_settle, reuse_of
 
 MOUNT = ("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
@@ -85,6 +86,25 @@ def test_its_answers_are_those_of_vllm(
     response = other.ask(case.path, case.body)
     assert set(response.headers["x-foveal-transfer"].split(",")) == {transfer}
     assert differences(answer_of(response), expected(case)) == []
+
+
+def test_a_picture_that_the_host_has_encoded_needs_no_pixels(
+    frontend: Frontend, vllm: Server, other: Frontend
+) -> None:
+    port = int(other.url.rpartition(":")[2])
+    picture = shown(pattern(300, 200, port))
+    before = other.shared_embeddings()
+    frontend.ask(CHAT, chat_body(user(picture, f"Once, for {other.url}")))
+    wait_until(lambda: other.shared_embeddings() > before, 10.0, "news of the output")
+    moved = [other.metric(name) for name in PIXELS_MOVED]
+    body = chat_body(user(picture, f"Twice, for {other.url}"), cache_salt=other.url)
+    response = other.ask(CHAT, body)
+    assert response.headers["x-foveal-embeddings"] == "1/1"
+    assert differences(answer_of(response), answer_of(vllm.ask(CHAT, body))) == []
+    assert [other.metric(name) for name in PIXELS_MOVED] == moved
+
+
+PIXELS_MOVED = ("foveal_tensors_missing_total", "foveal_nixl_pulls_total")
 
 
 def test_the_fleet_says_how_tensors_go_and_why(others: dict[str, Frontend]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 from vllm import connections, entrypoints
-from vllm.config import ModelConfig, SpeculativeConfig
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
+from vllm.config.ec_transfer import ECTransferConfig
 from vllm.connections import HTTPConnection
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints import rl
@@ -35,6 +36,7 @@ from vllm.renderers import chat_utils
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output as scheduler_output
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import core as engine_core
 from vllm.v1.engine import utils as engine_utils
@@ -43,6 +45,8 @@ from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
 from frontend.admission_middleware import ADMINISTRATIVE
@@ -303,7 +307,41 @@ def test_speculative_decoding_says_whether_it_drops_a_block() -> None:
 def test_engine_flags_have_the_names_that_a_worker_sets() -> None:
     names = {field.name for field in fields(AsyncEngineArgs)}
     assert {"worker_cls", "mm_processor_cache_gb", "prefix_caching_hash_algo",
-            "kv_events_config", "data_parallel_size", "enable_prefix_caching"} <= names
+            "kv_events_config", "data_parallel_size", "enable_prefix_caching",
+            "ec_transfer_config"} <= names
+
+
+def test_the_scheduler_asks_a_connector_for_encoder_outputs_as_ours_expects() -> None:
+    schedule = source_of(Scheduler.schedule)
+    assert schedule.index("ensure_cache_available(") < schedule.index(
+        "_allocate_encoder_inputs("
+    )
+    assert "build_connector_meta(scheduler_output)" in schedule
+    encoder_inputs = source_of(Scheduler._try_schedule_encoder_inputs)
+    assert "self.ec_connector.has_cache_item(" in encoder_inputs
+    allocate = source_of(Scheduler._allocate_encoder_inputs)
+    assert "self.ec_connector.update_state_after_alloc(request, input_id)" in allocate
+    update = source_of(Scheduler.update_from_output)
+    assert "self.ec_connector.take_unavailable_requests()" in update
+    assert "self.ec_connector.update_connector_output(" in update
+    assert "ec_connector_stats" in {field.name for field in fields(SchedulerStats)}
+    assert "scheduled_encoder_inputs" in {
+        field.name for field in fields(scheduler_output.SchedulerOutput)
+    }
+
+
+def test_a_model_runner_loads_before_it_encodes_and_saves_what_it_encoded() -> None:
+    lifecycle = source_of(ECConnectorModelRunnerMixin)
+    assert lifecycle.index("start_load_caches(encoder_cache") < lifecycle.index("yield output")
+    assert "maybe_save_ec_to_connector" in source_of(GPUModelRunner._cache_encoder_output)
+    assert "not get_ec_transfer().is_consumer" in source_of(GPUModelRunner.execute_model)
+
+
+def test_an_engine_that_only_produces_only_encodes() -> None:
+    resolve = source_of(VllmConfig._resolve_mm_encoder_only)
+    assert "mm_config.mm_encoder_only = True" in resolve
+    assert ECTransferConfig(ec_connector="c", ec_role="ec_producer").is_encode_only
+    assert not ECTransferConfig(ec_connector="c", ec_role="ec_both").is_encode_only
 
 
 def test_what_clients_send_is_parsed_by_one_method() -> None:

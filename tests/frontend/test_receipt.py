@@ -28,7 +28,7 @@ def body(data: bytes = b"", more: bool = False) -> Message:
 def route(worker: str = "w", overlap: int = 3, prompt: int = 5, transfer: str = "shm") -> None:
     receipt = current_receipt.get()
     assert receipt is not None
-    receipt.routed.append(Routed(worker, overlap, prompt, transfer))
+    receipt.routed.append(Routed(worker, overlap, prompt, transfer, 1, 2))
 
 
 async def run(app: ASGIApp, kind: str = "http", method: str = "POST") -> list[Message]:
@@ -57,6 +57,7 @@ async def test_a_response_says_where_it_was_computed() -> None:
         (b"x-foveal-overlap-blocks", b"3"),
         (b"x-foveal-prompt-blocks", b"5"),
         (b"x-foveal-transfer", b"shm"),
+        (b"x-foveal-embeddings", b"1/2"),
     ]
     assert end == body(b"text")
 
@@ -163,6 +164,7 @@ async def test_several_engine_requests_stand_side_by_side() -> None:
         b"x-foveal-overlap-blocks": b"1,2",
         b"x-foveal-prompt-blocks": b"4,5",
         b"x-foveal-transfer": b"shm,inline",
+        b"x-foveal-embeddings": b"1/2,1/2",
     }
 
 

@@ -1,9 +1,11 @@
-"""Makes Hugging Face processors raise, once a flag file says so.
+"""Makes Hugging Face processors raise, once a flag file says so, and notes encoder runs.
 
 Python imports this by its name in every process whose PYTHONPATH holds this directory.
 Where transformers' processors are imported, a line with the process id and its title goes
 to ``processors-trapped``; while ``processors-forbidden`` exists, calling one raises.
-Both lie in the directory that FOVEAL_PROCESSOR_TRAP names.
+What vLLM's model runner puts into its encoder cache because it has computed it goes to
+``encoder-runs``, one line each: process id and identifier.
+All lie in the directory that FOVEAL_PROCESSOR_TRAP names.
 """
 
 import functools
@@ -18,6 +20,7 @@ TRAPPED = {
     "transformers.image_processing_utils": ("BaseImageProcessor",),
     "transformers.video_processing_utils": ("VideoProcessorMixin",),
 }
+RUNNER = "vllm.v1.worker.gpu_model_runner"
 DIRECTORY = Path(os.environ["FOVEAL_PROCESSOR_TRAP"])
 
 
@@ -33,6 +36,18 @@ def forbid(cls):
     cls.__call__ = call_unless_forbidden
 
 
+def note_encoder_runs(cls):
+    keep = cls._cache_encoder_output
+
+    @functools.wraps(keep)
+    def keep_and_note(self, mm_hash, *args, **kwargs):
+        with (DIRECTORY / "encoder-runs").open("a") as log:
+            log.write(f"{os.getpid()} {mm_hash}\n")
+        return keep(self, mm_hash, *args, **kwargs)
+
+    cls._cache_encoder_output = keep_and_note
+
+
 class TrappingLoader(importlib.abc.Loader):
     def __init__(self, loader):
         self.loader = loader
@@ -42,6 +57,9 @@ class TrappingLoader(importlib.abc.Loader):
 
     def exec_module(self, module):
         self.loader.exec_module(module)
+        if module.__name__ == RUNNER:
+            note_encoder_runs(module.GPUModelRunner)
+            return
         for name in TRAPPED[module.__name__]:
             forbid(getattr(module, name))
         with (DIRECTORY / "processors-trapped").open("a") as log:
@@ -50,7 +68,7 @@ class TrappingLoader(importlib.abc.Loader):
 
 class TrappingFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name not in TRAPPED:
+        if name not in TRAPPED and name != RUNNER:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:

@@ -1,0 +1,178 @@
+"""Images that nobody has encoded go to the workers that only encode.
+
+Such a worker runs the vision encoder and leaves what it puts out in its host's cache,
+where the workers that generate find it. So a request waits, with its images encoded side
+by side, and is routed when they are; a worker of that host then costs least. An image is
+encoded once, however many requests wait for it. Where no encode worker can help, or none
+answers in time, the image is encoded where the request goes, as without them.
+
+vLLM names relied on: EngineCoreRequest, SamplingParams; MultiModalFeatureSpec.mm_position,
+PlaceholderRange.offset; EngineCoreOutputs, FinishReason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
+
+from frontend.router.block_hashes import RequestBlocks
+from frontend.router.router import Router
+from frontend.worker_pool import Worker
+from transfer.embeddings.entry import IDENTIFIER
+
+logger = logging.getLogger(__name__)
+
+ENCODE_SECONDS = 20.0
+"""A request waits for its images for this long and is then sent as it is."""
+PREFIX = "encode-"
+
+
+@dataclass
+class _Job:
+    """One image at an encode worker. Keeps the image's tensors in place."""
+
+    request: EngineCoreRequest
+    identifier: str
+    worker: Worker
+    tokens: int
+    done: asyncio.Future[bool]
+
+
+class EncodeWorkers:
+    """The images that encode workers have in hand. Used on one event loop."""
+
+    def __init__(
+        self,
+        router: Router,
+        send: Callable[[EngineCoreRequest, Worker, bool], None],
+        count: Callable[[str], None],
+        seconds: float = ENCODE_SECONDS,
+    ) -> None:
+        """``send`` sends a request to a worker, with its tensors if the last argument says
+        so; ``count`` is told what became of each image.
+        """
+        self._router = router
+        self._send = send
+        self._count = count
+        self._seconds = seconds
+        self._jobs: dict[str, _Job] = {}
+        self._by_image: dict[tuple[str, str], _Job] = {}
+        """By shared cache and identifier."""
+
+    def __len__(self) -> int:
+        """Count the images in hand."""
+        return len(self._jobs)
+
+    async def encode(
+        self,
+        request: EngineCoreRequest,
+        blocks: RequestBlocks,
+        encoders: Sequence[Worker],
+        generators: Sequence[str],
+    ) -> None:
+        """Have the images of ``request`` that nobody holds encoded; return when they are.
+
+        Only ``encoders`` that share a cache with one of ``generators`` are of use.
+        """
+        images = self._router.images
+        caches = {images.cache_of(worker) for worker in generators} - {""}
+        useful = [worker for worker in encoders if images.cache_of(worker.name) in caches]
+        if not useful or request.prompt_token_ids is None:
+            return
+        unheld = self._router.unheld_images(blocks, generators)
+        waiting: list[Awaitable[bool]] = []
+        for feature in request.mm_features or ():
+            if feature.identifier in unheld and IDENTIFIER.fullmatch(feature.identifier):
+                waiting.append(self._job(request, feature, useful).done)
+        if waiting:
+            # Shielded by wait: who gives up must not end what others wait for.
+            await asyncio.wait(map(asyncio.ensure_future, waiting), timeout=self._seconds)
+
+    def on_outputs(self, outputs: EngineCoreOutputs) -> None:
+        """Take over what an encode worker has done."""
+        for output in outputs.outputs:
+            if output.finished and (job := self._jobs.get(output.request_id)) is not None:
+                encoded = output.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT)
+                if encoded:
+                    cache = self._router.images.cache_of(job.worker.name)
+                    self._router.images.note_shared(cache, job.identifier)
+                self._end(job, encoded)
+
+    def on_missing(self, request_id: str) -> None:
+        """An encode worker cannot read the tensors: send them along."""
+        if (job := self._jobs.get(request_id)) is not None:
+            self._send(job.request, job.worker, True)
+
+    def on_lost(self, worker: Worker) -> None:
+        """An encode worker has gone: its images are encoded elsewhere."""
+        for job in [job for job in self._jobs.values() if job.worker is worker]:
+            self._end(job, encoded=False)
+
+    def close(self) -> None:
+        for job in list(self._jobs.values()):
+            self._end(job, encoded=False)
+
+    def _job(
+        self,
+        request: EngineCoreRequest,
+        feature: MultiModalFeatureSpec,
+        encoders: Sequence[Worker],
+    ) -> _Job:
+        """The job that has, or now gets, this image."""
+        for worker in encoders:
+            cache = self._router.images.cache_of(worker.name)
+            if (job := self._by_image.get((cache, feature.identifier))) is not None:
+                return job
+        load = dict.fromkeys((worker.name for worker in encoders), 0)
+        for job in self._jobs.values():
+            if job.worker.name in load:
+                load[job.worker.name] += job.tokens
+        worker = min(encoders, key=lambda worker: load[worker.name])
+        job = _Job(
+            request=request_to_encode(request, feature),
+            identifier=feature.identifier,
+            worker=worker,
+            tokens=feature.mm_position.length,
+            done=asyncio.get_running_loop().create_future(),
+        )
+        self._jobs[job.request.request_id] = job
+        cache = self._router.images.cache_of(worker.name)
+        self._by_image[cache, feature.identifier] = job
+        self._send(job.request, worker, False)
+        return job
+
+    def _end(self, job: _Job, encoded: bool) -> None:
+        del self._jobs[job.request.request_id]
+        for key in [key for key, other in self._by_image.items() if other is job]:
+            del self._by_image[key]
+        if not encoded:
+            logger.warning("worker %s did not encode an image", job.worker.name)
+        self._count("encoded" if encoded else "failed")
+        if not job.done.done():
+            job.done.set_result(encoded)
+
+
+def request_to_encode(
+    request: EngineCoreRequest, feature: MultiModalFeatureSpec
+) -> EngineCoreRequest:
+    """A request for one image of ``request``: its placeholder tokens and nothing else."""
+    position = feature.mm_position
+    tokens = request.prompt_token_ids or []
+    return EngineCoreRequest(
+        request_id=f"{PREFIX}{secrets.token_hex(8)}",
+        prompt_token_ids=tokens[position.offset : position.offset + position.length],
+        mm_features=[replace(feature, mm_position=replace(position, offset=0))],
+        sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
+        pooling_params=None,
+        arrival_time=request.arrival_time,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
