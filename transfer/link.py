@@ -122,6 +122,7 @@ class FrontendLink(_Socket):
         """
         super().__init__(context, zmq.DEALER)
         self.address = address
+        self._has_keys = access.keys is not None
         self._events: SocketReader | None = None
         self._again: asyncio.TimerHandle | None = None
         self._socket.setsockopt(zmq.ROUTING_ID, frontend.encode())
@@ -155,6 +156,8 @@ class FrontendLink(_Socket):
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self.refused = False
             return
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not self._has_keys:
+            return  # whoever was there left in the middle of it
         if not self.refused:  # it is tried again and again
             self.refused = True
             logger.error(

@@ -112,7 +112,7 @@ def test_with_key_and_certificate_a_picture_is_answered(locked: Locked) -> None:
 @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/v1/fleet", "/v1/completions"])
 def test_without_the_api_key_nothing_is_answered(locked: Locked, path: str) -> None:
     method = "GET" if path in ("/v1/models", "/v1/fleet") else "POST"
-    for header in ("", "Bearer ", "Bearer wrong", f"Basic {API_KEY}"):
+    for header in ("", "Bearer", "Bearer wrong", f"Basic {API_KEY}"):
         response = locked.frontend.http.request(
             method, path, json={} if method == "POST" else None,
             headers={"Authorization": header},
