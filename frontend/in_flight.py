@@ -199,6 +199,8 @@ class InFlight:
             NoWorkers: none is ready.
         """
         workers = self.pool.ready_workers()
+        if pinned is not None and pinned in (reachable := self.pool.reachable_workers()):
+            workers = {pinned: reachable[pinned]}  # it has the rest, even if it drains
         candidates = [name for name in workers if name not in tried] or list(workers)
         if not candidates:
             raise NoWorkers(0)

@@ -95,7 +95,8 @@ class FleetCollector(Collector):
             labels=["worker", "transfer"],
         )
         for worker in self._pool.workers:
-            workers.add_metric([worker.name, worker.transfer], float(worker.ready))
+            takes = worker.ready and not worker.draining
+            workers.add_metric([worker.name, worker.transfer], float(takes))
         yield workers
         for name, text, count in (
             ("foveal_kv_deltas", "KV deltas applied.", self._plane.deltas),

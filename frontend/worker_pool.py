@@ -193,7 +193,8 @@ class WorkerPool:
             return True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._some_ready.wait()
+                while not self._some_ready.is_set():  # it may be gone again on waking up
+                    await self._some_ready.wait()
         return self._some_ready.is_set()
 
     async def close(self) -> None:

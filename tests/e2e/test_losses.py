@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cases import CHAT, says, shown, user
+from tests.e2e.cases import CHAT, shown, user
 from tests.e2e.fleet import MODEL, Deployment, Frontend
 from tests.e2e.pictures import pattern
 from tests.e2e.processes import Process, wait_until
@@ -303,18 +302,3 @@ def assert_swept(pid: int, ready: Callable[[], bool]) -> None:
     assert list(Path("/dev/shm").glob(f"foveal-{pid}-*"))
     wait_until(ready, 120.0, "another frontend")
     assert not list(Path("/dev/shm").glob(f"foveal-{pid}-*"))
-
-
-def test_text_alone_goes_on_too(fleet: LossFleet) -> None:
-    body = {
-        "model": MODEL, "messages": [says("user", "Go on. " * 30)], "max_tokens": TOKENS,
-        "temperature": 0, "ignore_eos": True,
-    }
-    text, _ = undisturbed(fleet.frontend, body)
-    stream = Stream(fleet.frontend, body)
-    victim = fleet.worker_named(stream.worker)
-    began = time.monotonic()
-    victim.signal(signal.SIGKILL)
-    assert stream.finish().is_whole(text)
-    assert time.monotonic() - began < RECOVERY_SECONDS
-    fleet.replace(victim)

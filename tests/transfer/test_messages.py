@@ -68,6 +68,7 @@ ALL_MESSAGES: list[messages.Message] = [
     ),
     messages.Ping(),
     messages.Pong("e", 4),
+    messages.Draining(25.0),
     messages.Bye(),
 ]
 

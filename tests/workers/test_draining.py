@@ -121,3 +121,24 @@ async def test_without_another_worker_new_requests_wait(registry: Registry) -> N
         await fleet.start("next")
         await within(adding)
         assert len(await fleet.answer("r")) == 3
+
+
+async def test_input_that_streams_in_is_followed_to_the_end(registry: Registry) -> None:
+    async with Fleet(registry) as fleet:
+        leaving = await fleet.start("leaving")
+        leaving.engine.stalled = True
+
+        async def add_part() -> None:
+            part = make_request("r")
+            part.resumable = True
+            await fleet.client.add_request_async(part)
+            await within(leaving.engine.added.get())
+
+        await add_part()
+        await fleet.start("staying")
+        leaving.inbox.begin_draining(60.0)
+        await fleet.until_gone("leaving")
+        await add_part()
+        leaving.engine.say("r", 1, finished=True)
+        await fleet.answer("r")
+        await eventually(fleet.at_rest)
