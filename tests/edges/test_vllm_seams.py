@@ -316,7 +316,7 @@ def test_the_scheduler_asks_a_connector_for_encoder_outputs_as_ours_expects() ->
     assert schedule.index("ensure_cache_available(") < schedule.index(
         "_allocate_encoder_inputs("
     )
-    assert "build_connector_meta(scheduler_output)" in schedule
+    assert "self.ec_connector.build_connector_meta(" in source_of(Scheduler)
     encoder_inputs = source_of(Scheduler._try_schedule_encoder_inputs)
     assert "self.ec_connector.has_cache_item(" in encoder_inputs
     allocate = source_of(Scheduler._allocate_encoder_inputs)
