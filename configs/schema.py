@@ -65,7 +65,7 @@ class FrontendConfig(DiscoverySettings):
     )
     frontends: int = setting(
         1,
-        "Frontend processes behind one port, each with an arena and metrics of its own.",
+        "Frontend processes behind one port, each with an arena of its own.",
         env="FOVEAL_FRONTENDS", ge=1, le=64,
     )
     router_mode: RouterMode = setting(
@@ -128,6 +128,18 @@ class FrontendConfig(DiscoverySettings):
     mm_preprocess_timeout: float = setting(
         60.0, "Seconds an image may wait and be processed before its request is answered "
         "503.", gt=0.0,
+    )
+    dashboard_requests: int = setting(
+        100,
+        "Requests that the dashboard at /dashboard shows, the last of each frontend "
+        "process (0: no dashboard).",
+        env="FOVEAL_DASHBOARD_REQUESTS", ge=0, le=1000,
+    )
+    dashboard_thumbnails: Literal["off", "on"] = setting(
+        "off",
+        "Whether the dashboard shows small copies of the pictures in requests, to whoever "
+        "may see the dashboard.",
+        env="FOVEAL_DASHBOARD_THUMBNAILS",
     )
     worker: tuple[str, ...] = setting(
         (), "Address of a worker, tcp://host:port, besides those in the registry. May be "

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Coroutine, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
@@ -34,6 +35,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import Routed, current_receipt
 from frontend.request_items import identify, is_by_reference, with_tensors
+from frontend.request_log import ABORT, LOST, RequestLog, SendTimes
 from frontend.router.block_hashes import RequestHasher
 from frontend.router.router import Route, Router
 from frontend.worker_pool import Worker, WorkerPool
@@ -115,6 +117,7 @@ class RoutedEngineClient(AdminCalls):
         metrics: FrontendMetrics,
         worker_wait_timeout: float,
         embeddings: EmbeddingLimits | None = None,
+        log: RequestLog | None = None,
     ) -> None:
         super().__init__()
         self._supported_tasks = supported_tasks
@@ -122,6 +125,7 @@ class RoutedEngineClient(AdminCalls):
         self._arena = arena
         self.router = router
         self._metrics = metrics
+        self.log = log or RequestLog(metrics)
         self._worker_wait_timeout = worker_wait_timeout
         self._embeddings = embeddings
         self._sweeper = IndexSweeper(router.index)
@@ -203,11 +207,16 @@ class RoutedEngineClient(AdminCalls):
         if request.mm_features and self._cache is not None:
             identify(request, self._cache, self._embeddings)
         if not await self.pool.wait_until_ready(self._worker_wait_timeout):
+            self.log.no_worker()
             raise NoWorkers(self._worker_wait_timeout)
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
+        began = time.perf_counter()
         route, worker = self._route(request, earlier.worker if earlier else None)
+        decided = time.perf_counter()
         transfer = self._send(request, worker)
+        times = SendTimes(began, decided, time.perf_counter())
+        self.log.routed(request, route, transfer, times)
         routed = Routed(route.worker, route.overlap_blocks, route.prompt_blocks, transfer)
         self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
@@ -219,6 +228,7 @@ class RoutedEngineClient(AdminCalls):
             sent = self._sent.get(request_id)
             if sent is None or sent.aborted:
                 continue
+            self.log.finished(request_id, ABORT)
             if sent.worker == NOBODY:
                 self._forget(request_id)
             else:
@@ -310,8 +320,9 @@ class RoutedEngineClient(AdminCalls):
         outgoing = request
         if request.mm_features:
             transfer = worker.transfer if is_by_reference(request) and not inline else "inline"
-            if transfer == "inline":
-                outgoing = with_tensors(request, self._arena)
+        began = time.perf_counter()
+        if transfer == "inline":
+            outgoing = with_tensors(request, self._arena)
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
         sent.attempts += 1
@@ -324,13 +335,18 @@ class RoutedEngineClient(AdminCalls):
         message = AddRequest(
             request.request_id, part, charged.prefill_tokens, charged.blocks
         )
-        worker.link.send(message, encode_payload(outgoing))
+        payload = encode_payload(outgoing)
+        if transfer == "inline":
+            nbytes = sum(len(frame) for frame in payload)
+            self._metrics.sent_inline(nbytes, time.perf_counter() - began)
+        worker.link.send(message, payload)
         return transfer
 
     # What workers say.
 
     async def prepare(self, worker: Worker) -> None:
         """Bring a worker that has just answered up to date."""
+        self._metrics.worker_came(worker.name)
         # If it was lost: it answers once it is done with what it had before.
         self._release(worker.name)
         facts = worker.facts
@@ -342,6 +358,7 @@ class RoutedEngineClient(AdminCalls):
                 facts.drops_last_matched_block,
             )
             self.router.images.capacity_tokens = facts.encoder_cache_tokens
+            self.log.block_size = facts.block_size
             self._learn(facts)
         await self.bring_up_to_date(worker)
         if self.router.plane.on_ready(worker.name, worker.epoch):
@@ -368,6 +385,7 @@ class RoutedEngineClient(AdminCalls):
 
     def on_gone(self, worker: Worker) -> None:
         self._release(worker.name)
+        self._metrics.worker_gone(worker.name)
 
     def _park(self, worker: str, requests: list[EngineCoreRequest]) -> None:
         """Keep the tensors of requests that a lost worker may still be reading."""
@@ -409,6 +427,8 @@ class RoutedEngineClient(AdminCalls):
                 logger.warning("%s sent %s", worker.name, type(message).__name__)
 
     def on_delta(self, worker: Worker, delta: KvDelta) -> None:
+        if delta.at:
+            self._metrics.delta_age.observe(max(0.0, time.time() - delta.at))
         self._ask_if(self.router.plane.on_delta(worker.name, delta), worker)
 
     def on_report(self, worker: Worker, report: LoadReport) -> None:
@@ -434,7 +454,9 @@ class RoutedEngineClient(AdminCalls):
             if output.new_token_ids and not sent.started:
                 sent.started = True
                 self.router.first_token(output.request_id)
+                self.log.first_token(output.request_id, output)
             if output.finished:
+                self.log.finished(output.request_id, str(output.finish_reason))
                 self._forget(output.request_id)
         outputs.outputs = current
         if current or outputs.scheduler_stats is not None:
@@ -452,10 +474,14 @@ class RoutedEngineClient(AdminCalls):
 
     def _resend(self, sent: _Sent) -> None:
         """Send a request that has produced nothing to another worker."""
+        began = time.perf_counter()
         route, worker = self._route(sent.request, tried=sent.tries)
+        decided = time.perf_counter()
         self._metrics.moved.inc()
         logger.info("request %s goes to %s now", sent.request.request_id, route.worker)
-        self._send(sent.request, worker)
+        transfer = self._send(sent.request, worker)
+        times = SendTimes(began, decided, time.perf_counter())
+        self.log.routed(sent.request, route, transfer, times)
 
     async def _resend_when_ready(self, request_id: str) -> None:
         """As for a new request: wait for a worker, so long and no longer."""
@@ -472,6 +498,7 @@ class RoutedEngineClient(AdminCalls):
     def _fail(self, sent: _Sent) -> None:
         """End a request whose worker is lost."""
         request_id = sent.request.request_id
+        self.log.finished(request_id, LOST)
         self._forget(request_id)
         self._metrics.failed.inc()
         self._outputs.fail([request_id])

@@ -43,6 +43,7 @@ from frontend.engine_client import RoutedEngineClient
 from frontend.media.lazy_image import ImageUnreadable
 from frontend.receipt import ReceiptMiddleware
 from frontend.segment_tokenizer import SHORTEST_TEXT, segment_tokenizer
+from frontend.tracing import TracingMiddleware
 from transfer.messages import WorkerFacts
 
 
@@ -223,15 +224,22 @@ def _reuse_tokenization(renderer: Any) -> None:
 
 
 @contextmanager
-def our_app(routes: APIRouter) -> Iterator[None]:
-    """Within, the app that vLLM builds has our routes and our response headers."""
+def our_app(routes: APIRouter, *, traced: bool = False) -> Iterator[None]:
+    """Within, the app that vLLM builds has our routes and our response headers.
+
+    Our routes come before vLLM's. ``traced``: requests get OpenTelemetry spans.
+    """
+    middleware = [ReceiptMiddleware, *([TracingMiddleware] if traced else [])]
     build = entry.__dict__["build_app"]
 
     def build_app(args: Any, *rest: Any, **kwargs: Any) -> FastAPI:
         # Named, because vLLM's app takes no middleware once it is built.
-        args.middleware = [*args.middleware, _name_of(ReceiptMiddleware)]
+        args.middleware = [*args.middleware, *map(_name_of, middleware)]
         app = build(args, *rest, **kwargs)
+        theirs = list(app.router.routes)
         app.include_router(routes)
+        ours = [route for route in app.router.routes if route not in theirs]
+        app.router.routes[:] = [*ours, *theirs]
         return app
 
     with _replaced(entry, "build_app", build_app):

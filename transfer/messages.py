@@ -29,7 +29,7 @@ from vllm.v1.serial_utils import (
 from transfer.errors import BadMessage
 from transfer.tensor_ref import ArenaId, RemoteArena
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Frame = bytes | bytearray | memoryview
 
@@ -180,6 +180,8 @@ class Pulling(msgspec.Struct, tag=True):
     pulls: int = 0
     nbytes: int = 0
     failures: int = 0
+    read_seconds: float = 0.0
+    """How long the pulls took, added up; they may overlap."""
 
 
 class AskSnapshot(msgspec.Struct, tag=True):
@@ -212,6 +214,9 @@ class KvDelta(msgspec.Struct, tag=True):
     stored: dict[str, list[Digest]] = {}
     removed: dict[str, list[Digest]] = {}
     cleared: bool = False
+    at: float = 0.0
+    """When the engine's events were made, in seconds since 1970 by its host's clock; 0
+    where it does not say."""
 
 
 class FrontendShare(msgspec.Struct, frozen=True):
