@@ -63,7 +63,7 @@ function showTotals(frontends, workers, requests) {
   const size = arenas.reduce((sum, arena) => sum + arena.bytes_total, 0);
   byId("totals").replaceChildren(
     total("Workers ready", `${ready} of ${workers.length}`, frontends.length > 1
-      ? `before ${frontends.length} frontends` : "before 1 frontend"),
+      ? `${frontends.length} frontends` : "1 frontend"),
     total("In flight", count(inFlight), inFlight === 1 ? "request" : "requests"),
     total("Taken from cache", percent(cached, prompt), `of ${count(prompt)} prompt tokens`),
     total("First token", duration(median(first)), `median of the last ${count(first.length)}`),

@@ -61,14 +61,14 @@ export function ago(seconds) {
   return `${Math.round(seconds / 3600)} h`;
 }
 
-// The part of a worker's name that tells it from the others.
+// The end of a worker's name: enough to tell it from the others, and to find it in a log.
 export function shortName(name, names) {
   const others = names.filter((other) => other !== name);
-  if (!others.length || !name) return name;
-  let same = 0;
-  while (same < name.length && others.every((other) => other[same] === name[same])) same += 1;
-  const start = Math.max(name.lastIndexOf("-", same - 1), name.lastIndexOf(":", same - 1));
-  return start > 6 ? `…${name.slice(start + 1)}` : name;
+  for (let start = name.length - 9; start > 3; start -= 1) {
+    const end = name.slice(start);
+    if (!others.some((other) => other.endsWith(end))) return `…${end.replace(/^[-:/.]+/, "")}`;
+  }
+  return name;
 }
 
 // Keeps the children of `list` equal to `items`: made, updated or removed by key, in order.

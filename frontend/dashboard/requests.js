@@ -96,7 +96,8 @@ function why(request, names) {
   const highest = Math.max(...all.map((candidate) => candidate.cost), 1e-9);
   const table = make(
     "table", {},
-    make("caption", { text: "Cost of each worker, in tokens of prefill: lowest wins" }),
+    make("caption", {}, make("strong", { text: "Why this worker? " }),
+      "What each would have cost, in tokens of prefill: the lowest wins."),
     make("tbody", {}, ...all.map(
       (each) => candidateRow(each, highest, request, names, each === chosen))),
   );
