@@ -119,7 +119,7 @@ class Browser:
         )
 
     def complaints(self) -> list[str]:
-        """Errors on the page's console since it was last asked, connections refused left out."""
+        """Errors on the page's console since it was last asked; not those of the network."""
         entries = self._command("se/log", {"type": "browser"})
         return [
             e["message"]

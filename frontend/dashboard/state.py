@@ -6,12 +6,13 @@ It is put together when somebody looks, at most twice a second however many look
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from frontend.engine_client import RoutedEngineClient
-from frontend.request_log import RequestRecord
+if TYPE_CHECKING:
+    from frontend.engine_client import RoutedEngineClient
+    from frontend.request_log import RequestRecord
 
 FRESH_SECONDS = 0.5
 """How old an answer may be that is given again."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -33,6 +34,8 @@ class Answered:
 
     request: MockRequest
     answer: list[int]
+    trace_headers: Mapping[str, str] | None = None
+    """Given back with every output, as vLLM does."""
 
 
 class RequestReader:
@@ -88,6 +91,7 @@ class RequestReader:
                 reads_cache=not hashed.skip_reading_prefix_cache,
             ),
             answer,
+            request.trace_headers,
         )
 
 
