@@ -80,7 +80,9 @@ def deployed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
             ask(frontend, traced, traceparent=f"00-{TRACE}-{CALLER}-01")
             for _ in range(REQUESTS):
                 ask(frontend, some_chat(chance))
-            while not all(state["log"] for state in states_of(frontend)):
+            for _ in range(60):  # until chance has sent some to each
+                if all(state["log"] for state in states_of(frontend)):
+                    break
                 ask(frontend, some_chat(chance))
             metrics = httpx.get(frontend.url + "/metrics", timeout=30).text
             yield Deployed(frontend, collector, metrics)
