@@ -9,7 +9,7 @@ from pathlib import Path
 from prometheus_client.core import Metric
 
 TABLE = Path(__file__).parents[1] / "docs" / "metrics.md"
-_ROW = re.compile(r"^\| `(foveal_\w+)` \| (\w+) \| ([^|]*) \|", re.MULTILINE)
+_ROW = re.compile(r"^\| `(foveal_\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 
 
 def documented() -> dict[str, tuple[str, frozenset[str]]]:

@@ -313,7 +313,7 @@ def test_what_clients_send_is_parsed_by_one_method() -> None:
 def test_traces_go_through_the_renderer_and_the_traceparent_header() -> None:
     source = source_of(renderers_base.BaseRenderer._process_tokens_async)
     assert "await self._process_multimodal_async(" in source
-    for method in ("render_chat_async", "render_cmpl_async", "_process_multimodal_async"):
+    for method in ("render_chat_async", "render_cmpl_async"):
         assert inspect.iscoroutinefunction(getattr(renderers_base.BaseRenderer, method))
     assert "traceparent" in tracing_utils.TRACE_HEADERS
     assert "tracing_endpoint" in source_of(AsyncLLM.__init__)
