@@ -188,9 +188,20 @@ def test_it_fits_every_width(browser: Browser, page: Page, width: int) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read_in_both_schemes(browser: Browser, page: Page, scheme: str) -> None:
+    outcomes = ("running", "stop", "length", "abort", "error", "lost")
+    page.state.told = a_frontend(
+        log=[a_request(n, outcome=outcome) for n, outcome in enumerate(outcomes)],
+        workers=[
+            a_worker(),
+            a_worker("worker-17-b", transfer="inline", kv_caught_up=False),
+            a_worker("worker-17-c", ready=False, refused="its dtype differs"),
+        ],
+    )
     browser.color_scheme(scheme)
     browser.open(page.url)
     browser.wait("#connection", "live")
+    browser.click(".request summary")
+    browser.wait(".why tbody tr")
     contrasts = browser.run(CONTRASTS)
     assert len(contrasts) > 20
     assert [c for c in contrasts if c[1] < 4.5] == []
