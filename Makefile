@@ -14,8 +14,8 @@ SOURCES := configs frontend transfer workers tests benchmarks
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install serve test unit check clean
-.PHONY: bench-embed bench-path bench-preprocess bench-replay bench-router bench-transfer
-.PHONY: chaos soak
+.PHONY: bench-embed bench-path bench-preprocess bench-replay bench-router bench-serve
+.PHONY: bench-transfer chaos soak
 
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench-replay: $(INSTALLED) ## Replay traces with the router before 64 mock engin
 
 bench-router: $(INSTALLED) ## Measure what routing costs, beside NVIDIA Dynamo's index
 	@$(BIN)/python -m benchmarks.router
+
+bench-serve: $(INSTALLED) ## Compare with vLLM and NVIDIA Dynamo (ARGS="--rounds 1")
+	@$(BIN)/python -m benchmarks.serve $(ARGS)
 
 bench-transfer: $(INSTALLED) ## Measure how pixels get from process to process
 	@$(BIN)/python -m benchmarks.transfer

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -60,8 +60,14 @@ class Servers:
 
     def start(self, name: str, *arguments: str) -> Child:
         """Start ``python ARGUMENTS``."""
+        return self.start_command(name, [sys.executable, *arguments], ENVIRONMENT)
+
+    def start_command(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str]
+    ) -> Child:
+        """Start ``command`` with ``environment`` added to this process's."""
         log = self.directory / f"{name}.log"
-        child = Child(name, [sys.executable, *arguments], log, ENVIRONMENT)
+        child = Child(name, command, log, environment)
         self._children.append(child)
         return child
 

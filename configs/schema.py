@@ -71,7 +71,7 @@ class FrontendConfig(DiscoverySettings):
     )
     frontends: int = setting(
         1,
-        "Frontend processes behind one port, each with an arena and metrics of its own.",
+        "Frontend processes behind one port, each with an arena of its own.",
         env="FOVEAL_FRONTENDS", ge=1, le=64,
     )
     router_mode: RouterMode = setting(
@@ -165,6 +165,18 @@ class FrontendConfig(DiscoverySettings):
         "Prompt tokens still to be computed for all frontends, for each ready worker; "
         "beyond it, 429 (default: no limit).",
         env="FOVEAL_MAX_PREFILL_TOKENS_PER_WORKER", ge=1,
+    )
+    dashboard_requests: int = setting(
+        100,
+        "Requests that the dashboard at /dashboard shows, the last of each frontend "
+        "process (0: no dashboard).",
+        env="FOVEAL_DASHBOARD_REQUESTS", ge=0, le=1000,
+    )
+    dashboard_thumbnails: Literal["off", "on"] = setting(
+        "off",
+        "Whether the dashboard shows small copies of the pictures in requests, to whoever "
+        "may see the dashboard.",
+        env="FOVEAL_DASHBOARD_THUMBNAILS",
     )
     worker: tuple[str, ...] = setting(
         (), "Address of a worker, tcp://host:port, besides those in the registry. May be "

@@ -116,6 +116,9 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
         self._reported = CacheInfo(hits=0, total=0)
         self.inlined = 0
         """Items that found no room in the arena."""
+        self.copy_seconds = 0.0
+        """Seconds spent copying tensors into the arena, added up. What this process copies
+        itself it also digests meanwhile."""
 
     def is_cached_item(self, mm_hash: str) -> bool:
         with self._lock:
@@ -224,8 +227,10 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
                 self.inlined += 1
                 return whole
         else:
+            began = time.perf_counter()
             try:
                 identity = self._digest(moving_fields(tensors, item, reservation.memory))
+                self.copy_seconds += time.perf_counter() - began
                 lease = reservation.seal(identity)
             except BaseException:
                 reservation.cancel()

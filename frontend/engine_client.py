@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import current_receipt
 from frontend.request_items import identify, is_by_reference, with_tensors
+from frontend.request_log import RequestLog
 from frontend.router.block_hashes import RequestHasher
 from frontend.router.router import Router
 from frontend.worker_pool import Worker, WorkerPool
@@ -72,6 +74,7 @@ class RoutedEngineClient(AdminCalls):
         worker_wait_timeout: float,
         migration_limit: int = 3,
         embeddings: EmbeddingLimits | None = None,
+        log: RequestLog | None = None,
     ) -> None:
         super().__init__()
         self._supported_tasks = supported_tasks
@@ -79,12 +82,14 @@ class RoutedEngineClient(AdminCalls):
         self._arena = arena
         self.router = router
         self._metrics = metrics
+        self.log = log or RequestLog(metrics)
         self._embeddings = embeddings
         self._sweeper = IndexSweeper(router.index)
         self._checks = KvChecks(router)
         self._outputs = OutputStream()
         self.requests = InFlight(
-            router, metrics, arena, self._outputs, worker_wait_timeout, migration_limit
+            router, metrics, self.log, arena, self._outputs, worker_wait_timeout,
+            migration_limit,
         )
         self._encoders = EncodeWorkers(router, self._send_to_encode, metrics.count_encode_job)
         self._pool: WorkerPool | None = None
@@ -226,6 +231,7 @@ class RoutedEngineClient(AdminCalls):
 
     async def prepare(self, worker: Worker) -> None:
         """Bring a worker that has just answered up to date."""
+        self._metrics.worker_came(worker.name)
         # If it was lost: it answers once it is done with what it had before.
         self.requests.release(worker.name)
         if worker.encodes:
@@ -239,6 +245,7 @@ class RoutedEngineClient(AdminCalls):
                 facts.drops_last_matched_block,
             )
             self.router.images.capacity_tokens = facts.encoder_cache_tokens
+            self.log.block_size = facts.block_size
             self._learn(facts)
         await self.bring_up_to_date(worker)
         if self.router.plane.on_ready(worker.name, worker.epoch):
@@ -255,6 +262,7 @@ class RoutedEngineClient(AdminCalls):
 
     def on_gone(self, worker: Worker) -> None:
         self.requests.release(worker.name)
+        self._metrics.worker_gone(worker.name)
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
         if worker.encodes:
@@ -288,6 +296,8 @@ class RoutedEngineClient(AdminCalls):
                 self._encoders.on_missing(message.request_id)
 
     def on_delta(self, worker: Worker, delta: KvDelta) -> None:
+        if delta.at:
+            self._metrics.delta_age.observe(max(0.0, time.time() - delta.at))
         self._ask_if(self.router.plane.on_delta(worker.name, delta), worker)
 
     def on_report(self, worker: Worker, report: LoadReport) -> None:

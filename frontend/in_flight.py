@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Coroutine, Set
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -24,6 +25,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.outputs import OutputStream
 from frontend.receipt import Routed
 from frontend.request_items import is_by_reference, with_tensors
+from frontend.request_log import ABORT, LOST, RequestLog, SendTimes
 from frontend.resumption import CannotResume, Resumption, resume
 from frontend.router.block_hashes import RequestHasher
 from frontend.router.router import Route, Router
@@ -103,6 +105,7 @@ class InFlight:
         self,
         router: Router,
         metrics: FrontendMetrics,
+        log: RequestLog,
         arena: Arena | None,
         outputs: OutputStream,
         worker_wait_timeout: float,
@@ -117,6 +120,7 @@ class InFlight:
         """Set once the first worker has said how its engine hashes."""
         self._router = router
         self._metrics = metrics
+        self._log = log
         self._arena = arena
         self._outputs = outputs
         self._worker_wait_timeout = worker_wait_timeout
@@ -159,11 +163,11 @@ class InFlight:
             NoWorkers: none was ready in time.
         """
         if not await self.pool.wait_until_ready(self._worker_wait_timeout):
+            self._log.no_worker()
             raise NoWorkers(self._worker_wait_timeout)
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
-        route, worker = self._route(request, earlier.worker if earlier else None)
-        transfer = self._send(request, worker, held=route.images.shared)
+        route, transfer = self._route_and_send(request, earlier.worker if earlier else None)
         return Routed(
             route.worker, route.overlap_blocks, route.prompt_blocks, transfer,
             route.images.held, route.images.needed,
@@ -176,6 +180,7 @@ class InFlight:
             sent = self._sent.get(request_id)
             if sent is None or sent.aborted:
                 continue
+            self._log.finished(request_id, ABORT)
             if sent.worker == NOBODY:
                 self._forget(request_id)
             else:
@@ -186,6 +191,21 @@ class InFlight:
         for name, theirs in by_worker.items():
             if name in workers:
                 workers[name].link.send(AbortRequests(theirs))
+
+    def _route_and_send(
+        self,
+        request: EngineCoreRequest,
+        pinned: str | None = None,
+        tried: Set[str] = frozenset(),
+    ) -> tuple[Route, str]:
+        """Returns where it goes and how its tensors do."""
+        began = time.perf_counter()
+        route, worker = self._route(request, pinned, tried)
+        decided = time.perf_counter()
+        transfer = self._send(request, worker, held=route.images.shared)
+        times = SendTimes(began, decided, time.perf_counter())
+        self._log.routed(request, route, transfer, times)
+        return route, transfer
 
     def _route(
         self,
@@ -233,8 +253,9 @@ class InFlight:
         outgoing = request
         if request.mm_features:
             transfer = worker.transfer if is_by_reference(request) and not inline else "inline"
-            if transfer == "inline":
-                outgoing = with_tensors(request, self._arena, without=held)
+        began = time.perf_counter()
+        if transfer == "inline":
+            outgoing = with_tensors(request, self._arena, without=held)
         sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
         sent.worker = worker.name
         sent.in_parts |= request.resumable
@@ -246,7 +267,11 @@ class InFlight:
         message = AddRequest(
             request.request_id, part, charged.prefill_tokens, charged.blocks
         )
-        worker.link.send(message, encode_payload(outgoing))
+        payload = encode_payload(outgoing)
+        if transfer == "inline":
+            nbytes = sum(len(frame) for frame in payload)
+            self._metrics.sent_inline(nbytes, time.perf_counter() - began)
+        worker.link.send(message, payload)
         return transfer
 
     # What workers say, and when they are lost.
@@ -322,6 +347,8 @@ class InFlight:
         if output.new_token_ids and not sent.computed:
             sent.computed = True
             self._router.first_token(request_id)
+            if not sent.answered:
+                self._log.first_token(request_id, output)
         if output.finished:
             self._forget(request_id)
         if sent.resumption is not None:
@@ -336,6 +363,8 @@ class InFlight:
         sent.answered += output.new_token_ids
         if output.routed_experts is not None:
             sent.unrepeatable = "the experts that were used"
+        if output.finished:
+            self._log.finished(request_id, str(output.finish_reason))
         return output
 
     def _give_up(self, sent: _Sent, why: str) -> None:
@@ -364,13 +393,12 @@ class InFlight:
     def _resend(self, sent: _Sent) -> None:
         """Send a request that has lost its worker to another."""
         request = sent.resumption.request if sent.resumption else sent.request
-        route, worker = self._route(request, tried=sent.tries)
+        route, _ = self._route_and_send(request, tried=sent.tries)
         self._metrics.moved.inc()
         logger.info(
             "request %s goes to %s now, behind %d tokens",
             request.request_id, route.worker, len(sent.answered),
         )
-        self._send(request, worker, held=route.images.shared)
 
     async def _resend_when_ready(self, request_id: str) -> None:
         """As for a new request: wait for a worker, so long and no longer."""
@@ -393,6 +421,7 @@ class InFlight:
     def _end_with_error(self, request_id: str, why: str) -> None:
         logger.warning("request %s cannot go on: %s", request_id, why)
         self._metrics.failed.inc()
+        self._log.finished(request_id, LOST)
         self._outputs.fail(request_id, AnswerLost(why))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

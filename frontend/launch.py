@@ -9,14 +9,16 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 
-def launch(arguments: Sequence[str], *, one_of_several: bool = False) -> int:
+def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
     """Serve until told to stop; returns the exit status.
 
     Where ``--frontends`` asks for several processes this one only looks after them, unless
-    it is ``one_of_several`` itself.
+    it is one of them itself: then ``siblings`` is the directory where they meet.
     """
     # A frontend runs no model. Told so, vLLM's CUDA build works on hosts without a GPU
     # and this process never touches one. vLLM reads it when it is imported.
@@ -34,6 +36,7 @@ def launch(arguments: Sequence[str], *, one_of_several: bool = False) -> int:
     from frontend.command_line import parse
     from frontend.port import reserved
     from frontend.server import serve
+    from frontend.siblings import Siblings
     from frontend.supervisor import supervise
     from transfer.errors import TransferError
 
@@ -41,13 +44,18 @@ def launch(arguments: Sequence[str], *, one_of_several: bool = False) -> int:
     show_logs("frontend")
     try:
         settings, args = parse(arguments)
-        if settings.frontends == 1 or one_of_several:
+        if settings.frontends == 1 or siblings is not None:
             # Until vLLM's server listens for it: unwind, so that nothing is left behind.
             signal.signal(signal.SIGTERM, _interrupt)
-            uvloop.run(serve(settings, args, arguments))
+            uvloop.run(serve(settings, args, arguments, Siblings(siblings)))
             return 0
-        with reserved(args.host, args.port):
-            command = [sys.executable, "-m", "frontend.one_of_several", *arguments]
+        with (
+            reserved(args.host, args.port),
+            tempfile.TemporaryDirectory(prefix="foveal-frontends-") as directory,
+        ):
+            command = [
+                sys.executable, "-m", "frontend.one_of_several", directory, *arguments
+            ]
             return asyncio.run(supervise(command, settings.frontends, settings.drain_timeout))
     except (BadSetting, TransferError) as error:
         print(f"python -m frontend: {error}", file=sys.stderr)

@@ -8,55 +8,107 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.nixl_offers import NixlOffers
 from frontend.receipt import Routed
-from frontend.router.kv_plane import KvPlane
+from frontend.router.router import Router
 from frontend.worker_pool import WorkerPool
 from transfer.arena import Arena
+
+MOST_GONE_WORKERS = 64
+"""Workers that are gone and whose figures are still shown. Names of workers are fresh with
+each start, so that without a bound there would be more and more of them."""
+
+DECISION_BUCKETS = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5,
+)
+FIRST_TOKEN_BUCKETS = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+DELTA_AGE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
 class FrontendMetrics:
     """Counts what happens to requests."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._routed = Counter(
-            "foveal_requests_routed", "Requests sent to a worker.", ["worker", "transfer"],
-            registry=registry,
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"foveal_{name}", text, labels, registry=registry)
+
+        self._routed = counter(
+            "requests_routed", "Requests sent to a worker.", "worker", "transfer"
         )
-        self._overlap = Counter(
-            "foveal_overlap_blocks", "Prompt blocks that the chosen worker had cached.",
-            registry=registry,
+        self.finished = counter(
+            "requests_finished",
+            "Requests that are over, by how they ended: stop, length, abort, error or "
+            "repetition, as the engine says; lost with their worker; or no_worker, when "
+            "none was ready and worker is empty.",
+            "worker", "outcome",
         )
-        self._prompt = Counter(
-            "foveal_prompt_blocks", "Full blocks of routed prompts.", registry=registry
+        self._overlap = counter(
+            "overlap_blocks", "Prompt blocks that the chosen worker had cached."
         )
-        self._embeddings = Counter(
-            "foveal_embeddings", "Images of routed requests beyond the cached blocks, by "
-            "whether the worker or its host held the encoder's output.", ["held"],
-            registry=registry,
+        self._embeddings = counter(
+            "embeddings", "Images of routed requests beyond the cached blocks, by whether "
+            "the worker or its host held the encoder's output.", "held",
         )
-        self._encode_jobs = Counter(
-            "foveal_encode_jobs", "Images sent to encode workers.", ["outcome"],
-            registry=registry,
+        self._encode_jobs = counter("encode_jobs", "Images sent to encode workers.", "outcome")
+        self._prompt = counter("prompt_blocks", "Full blocks of routed prompts.")
+        self._prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of requests that have a first token.", "worker"
         )
-        self.moved = Counter(
-            "foveal_requests_moved", "Requests sent anew because their worker was lost.",
-            registry=registry,
+        self._overlap_tokens = counter(
+            "overlap_tokens",
+            "Of these, those that the router found in the worker's cache.", "worker",
         )
-        self.failed = Counter(
-            "foveal_requests_failed", "Requests ended because their worker was lost.",
-            registry=registry,
+        self._promised_tokens = counter(
+            "promised_tokens",
+            "Of these, those behind them that the worker had been promised.", "worker",
         )
-        self.tensors_missing = Counter(
-            "foveal_tensors_missing",
-            "Times a worker could not read what a request referred to.",
-            registry=registry,
+        self._cached_tokens = counter(
+            "cached_tokens",
+            "Of these, those that the engine says it took from its cache.", "worker",
         )
+        self._missed_tokens = counter(
+            "overlap_missed_tokens",
+            "Tokens that the router found in the worker's cache and the engine did not.",
+            "worker",
+        )
+        self._first_token = Histogram(
+            "foveal_time_to_first_token_seconds",
+            "Seconds from being routed to the first token.",
+            ["worker"], buckets=FIRST_TOKEN_BUCKETS, registry=registry,
+        )
+        self.decision = Histogram(
+            "foveal_router_decision_seconds",
+            "Seconds to hash a prompt's blocks and choose a worker.",
+            buckets=DECISION_BUCKETS, registry=registry,
+        )
+        self.delta_age = Histogram(
+            "foveal_kv_delta_age_seconds",
+            "Seconds from an engine's KV events to the index, by the clocks of both hosts.",
+            buckets=DELTA_AGE_BUCKETS, registry=registry,
+        )
+        self.moved = counter(
+            "requests_moved", "Requests sent anew because their worker was lost."
+        )
+        self.failed = counter(
+            "requests_failed", "Requests ended because their worker was lost."
+        )
+        self.tensors_missing = counter(
+            "tensors_missing", "Times a worker could not read what a request referred to."
+        )
+        self.inline_bytes = 0
+        """Bytes of requests with their tensors in them."""
+        self.inline_seconds = 0.0
+        self._by_worker = (
+            self._routed, self.finished, self._prompt_tokens, self._overlap_tokens,
+            self._promised_tokens, self._cached_tokens, self._missed_tokens,
+            self._first_token,
+        )
+        self._gone: dict[str, None] = {}
 
     def count(self, routed: Routed) -> None:
         self._routed.labels(routed.worker, routed.transfer).inc()
@@ -71,42 +123,161 @@ class FrontendMetrics:
         """``outcome``: ``encoded`` or ``failed``."""
         self._encode_jobs.labels(outcome).inc()
 
+    def answered(
+        self,
+        worker: str,
+        *,
+        prompt_tokens: int,
+        overlap_tokens: int,
+        promised_tokens: int,
+        cached_tokens: int | None,
+        seconds: float,
+    ) -> None:
+        """Compare what the router expected with what the engine says it reused.
+
+        ``cached_tokens`` is None where the engine does not say.
+        """
+        self._first_token.labels(worker).observe(seconds)
+        if cached_tokens is None:
+            return
+        self._prompt_tokens.labels(worker).inc(prompt_tokens)
+        self._overlap_tokens.labels(worker).inc(overlap_tokens)
+        self._promised_tokens.labels(worker).inc(promised_tokens)
+        self._cached_tokens.labels(worker).inc(cached_tokens)
+        self._missed_tokens.labels(worker).inc(max(0, overlap_tokens - cached_tokens))
+
+    def sent_inline(self, nbytes: int, seconds: float) -> None:
+        """A request of ``nbytes`` was sent with its tensors in it."""
+        self.inline_bytes += nbytes
+        self.inline_seconds += seconds
+
+    def worker_came(self, worker: str) -> None:
+        self._gone.pop(worker, None)
+
+    def worker_gone(self, worker: str) -> None:
+        """Show a worker's figures for a while still, and then no more."""
+        self._gone[worker] = None
+        while len(self._gone) > MOST_GONE_WORKERS:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest]
+            for metric in self._by_worker:
+                metric.remove_by_labels({"worker": oldest})
+
 
 class FleetCollector(Collector):
-    """Reads the state of the pool, the KV plane, the cache and the arena."""
+    """Reads the state of the pool, the router, the cache and the arena."""
 
     def __init__(
         self,
         pool: WorkerPool,
-        plane: KvPlane,
+        router: Router,
         cache: ArenaProcessorCache,
         arena: Arena | None,
         nixl: NixlOffers,
+        metrics: FrontendMetrics,
     ) -> None:
         self._pool = pool
-        self._plane = plane
+        self._router = router
         self._cache = cache
         self._arena = arena
         self._nixl = nixl
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        workers = GaugeMetricFamily(
-            "foveal_worker_ready", "Whether a worker takes requests.",
-            labels=["worker", "transfer"],
-        )
-        for worker in self._pool.workers:
-            takes = worker.ready and not worker.draining
-            workers.add_metric([worker.name, worker.transfer], float(takes))
-        yield workers
+        yield from self._worker_metrics()
+        plane, hits = self._router.plane, self._cache.make_stats()
         for name, text, count in (
-            ("foveal_kv_deltas", "KV deltas applied.", self._plane.deltas),
-            ("foveal_kv_gaps", "Times KV deltas were found missing.", self._plane.gaps),
-            ("foveal_kv_snapshots", "KV snapshots applied.", self._plane.snapshots),
+            ("foveal_kv_deltas", "KV deltas applied.", plane.deltas),
+            ("foveal_kv_gaps", "Times KV deltas were found missing.", plane.gaps),
+            ("foveal_kv_snapshots", "KV snapshots applied.", plane.snapshots),
             ("foveal_items_without_room", "Items sent inline because the arena was full.",
              self._cache.inlined),
         ):
             yield CounterMetricFamily(name, text, value=count)
+        lookups = CounterMetricFamily(
+            "foveal_processor_cache_lookups",
+            "Images and other media asked of the processor cache: processed before, or not.",
+            labels=["result"],
+        )
+        lookups.add_metric(["hit"], hits.hits)
+        lookups.add_metric(["miss"], hits.total - hits.hits)
+        yield lookups
+        yield from self._transfer_metrics()
         yield from self._nixl_metrics()
+        yield from self._arena_metrics()
+
+    def _worker_metrics(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily(
+            "foveal_worker_ready", "Whether a worker takes requests.",
+            labels=["worker", "transfer"],
+        )
+        by_worker = ["worker"]
+        requests = GaugeMetricFamily(
+            "foveal_worker_requests", "Requests in flight, of all frontends.",
+            labels=by_worker,
+        )
+        prefill = GaugeMetricFamily(
+            "foveal_worker_prefill_tokens",
+            "Tokens of prefill that requests without a first token still need, of all "
+            "frontends.",
+            labels=by_worker,
+        )
+        blocks = GaugeMetricFamily(
+            "foveal_worker_kv_blocks_held", "KV blocks that requests in flight hold.",
+            labels=by_worker,
+        )
+        size = GaugeMetricFamily(
+            "foveal_worker_kv_blocks", "KV blocks that the engine has.", labels=by_worker
+        )
+        caught_up = GaugeMetricFamily(
+            "foveal_kv_caught_up",
+            "Whether the index has all that the worker is known to have published.",
+            labels=by_worker,
+        )
+        behind = GaugeMetricFamily(
+            "foveal_kv_deltas_behind",
+            "KV deltas that the worker is known to have published and the index lacks.",
+            labels=by_worker,
+        )
+        plane = self._router.plane
+        for worker in self._pool.workers:
+            takes = worker.ready and not worker.draining
+            ready.add_metric([worker.name, worker.transfer], float(takes))
+            if not worker.ready:
+                continue
+            load = self._router.load.load(worker.name)
+            name = [worker.name]
+            requests.add_metric(name, load.requests)
+            prefill.add_metric(name, load.prefill_tokens)
+            blocks.add_metric(name, max(load.blocks, load.engine_blocks))
+            size.add_metric(name, worker.facts.num_kv_blocks if worker.facts else 0)
+            caught_up.add_metric(name, float(plane.caught_up(worker.name)))
+            behind.add_metric(name, plane.behind(worker.name))
+        yield from (ready, requests, prefill, blocks, size, caught_up, behind)
+
+    def _transfer_metrics(self) -> Iterator[Metric]:
+        nbytes = CounterMetricFamily(
+            "foveal_transfer_bytes",
+            "Bytes of tensors copied: shm, into the arena, once for each image; nixl, by "
+            "workers from there; inline, in requests.",
+            labels=["path"],
+        )
+        seconds = CounterMetricFamily(
+            "foveal_transfer_seconds", "Seconds that these copies took, added up.",
+            labels=["path"],
+        )
+        written = self._arena.stats().bytes_written if self._arena is not None else 0
+        pulls = self._nixl.pulls.values()
+        for path, size, time in (
+            ("shm", written, self._cache.copy_seconds),
+            ("nixl", sum(p.nbytes for p in pulls), sum(p.read_seconds for p in pulls)),
+            ("inline", self._metrics.inline_bytes, self._metrics.inline_seconds),
+        ):
+            nbytes.add_metric([path], size)
+            seconds.add_metric([path], time)
+        yield from (nbytes, seconds)
+
+    def _arena_metrics(self) -> Iterator[Metric]:
         if self._arena is None:
             return
         arena = self._arena.stats()

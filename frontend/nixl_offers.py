@@ -22,6 +22,9 @@ ANSWER_SECONDS = 20.0
 """So long a worker that makes its agent and connects gets no requests. If it answers later
 it is heard all the same."""
 
+MOST_COUNTED = 1024
+"""Workers whose pulls are counted: the last heard of. Their names differ with each start."""
+
 
 class Reader(Protocol):
     """What of a worker matters here."""
@@ -116,7 +119,11 @@ class NixlOffers:
         return self._export
 
     def _count(self, worker: str, news: Pulling) -> None:
-        total = self.pulls.setdefault(worker, Pulling(0.0))
+        total = self.pulls.pop(worker, None) or Pulling(0.0)
+        self.pulls[worker] = total  # the latest is the last
+        while len(self.pulls) > MOST_COUNTED:
+            del self.pulls[next(iter(self.pulls))]
         total.pulls += news.pulls
         total.nbytes += news.nbytes
         total.failures += news.failures
+        total.read_seconds += news.read_seconds

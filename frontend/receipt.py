@@ -38,6 +38,8 @@ class Receipt:
     """What is known of one HTTP request's routing so far."""
 
     routed: list[Routed] = field(default_factory=list)
+    pictures: list[bytes] = field(default_factory=list)
+    """The pictures in it, encoded; empty unless the dashboard shows them."""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         if not self.routed:

@@ -27,10 +27,11 @@ from configs.flags import BadSetting
 from configs.schema import FrontendConfig
 from frontend.admission import Admission, FleetLoad, limits_from
 from frontend.arena_cache import ArenaProcessorCache
+from frontend.dashboard.routes import STATE_PATH
+from frontend.dashboard.state import FrontendState
 from frontend.draining import LAST_SECONDS, HttpDrain
 from frontend.embedding_checks import limits_of
 from frontend.engine_client import RoutedEngineClient
-from frontend.fleet_api import fleet_routes
 from frontend.media.connector import register_connector
 from frontend.media.metrics import UrlCacheCollector
 from frontend.media.remote_media import RemoteMedia
@@ -41,8 +42,13 @@ from frontend.nixl_offers import NixlOffers
 from frontend.preprocess.messages import Setup
 from frontend.preprocess.pool import PreprocessPool, begin_preprocessing
 from frontend.preprocess.renderer_seam import preprocess_beside
+from frontend.request_log import RequestLog
+from frontend.request_spans import RequestSpans
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
+from frontend.shown_routes import shown_routes
+from frontend.siblings import Siblings
+from frontend.tracing import trace_rendering, tracer
 from frontend.vllm_seams import frontend_config, make_llm, our_app, supported_tasks
 from frontend.worker_pool import WorkerPool
 from transfer.access import frontend_access
@@ -62,11 +68,14 @@ SHM = Path("/dev/shm")
 
 
 async def serve(
-    settings: FrontendConfig, args: argparse.Namespace, arguments: Sequence[str]
+    settings: FrontendConfig,
+    args: argparse.Namespace,
+    arguments: Sequence[str],
+    siblings: Siblings,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish what has begun.
 
-    ``arguments`` is what the other two were made from.
+    ``arguments`` is what the first two were made from.
 
     Raises:
         BadSetting, TransferError: the settings cannot work; the text says why.
@@ -87,7 +96,8 @@ async def serve(
         args.allowed_media_domains or (), settings.mm_url_private_addresses == "allow"
     )
     remote_media = RemoteMedia(url_policy, url_cache)
-    register_connector(remote_media, url_policy)
+    thumbnails = settings.dashboard_thumbnails == "on"
+    register_connector(remote_media, url_policy, keep_pictures=thumbnails)
     arena = _make_arena(settings, config)
     home = _join_embeddings(seed, settings.namespace)
     preprocessing: PreprocessPool | None = None
@@ -97,15 +107,20 @@ async def serve(
             setup = Setup(tuple(arguments), arena.id, seed, settings.mm_identity_hash)
             preprocessing = begin_preprocessing(settings, setup, arena, cache)
         router = _make_router(settings)
+        metrics = FrontendMetrics()
+        traced = args.otlp_traces_endpoint is not None
+        spans = RequestSpans(tracer()) if traced else None
+        log = RequestLog(metrics, settings.dashboard_requests, spans)
         client = RoutedEngineClient(
             supported_tasks=supported_tasks(config.model_config),
             cache=cache,
             arena=arena,
             router=router,
-            metrics=FrontendMetrics(),
+            metrics=metrics,
             worker_wait_timeout=settings.worker_wait_timeout,
             migration_limit=settings.migration_limit,
             embeddings=limits_of(config.model_config),
+            log=log,
         )
         llm = make_llm(config, args, client, cache)
         hello = Hello(
@@ -120,20 +135,27 @@ async def serve(
             hello, registry, settings.worker, shared_facts(config), client, nixl, access
         )
         client.start(pool, llm.learn, llm.end_request)
-        REGISTRY.register(FleetCollector(pool, router.plane, cache, arena, nixl))
+        REGISTRY.register(FleetCollector(pool, router, cache, arena, nixl, metrics))
         REGISTRY.register(UrlCacheCollector(url_cache.stats))
         try:
             if preprocessing is not None:
                 await preprocessing.start()
                 preprocess_beside(llm.renderer, preprocessing, cache)
+            if traced:
+                trace_rendering(llm.renderer)
+            state = FrontendState(client, siblings.number, thumbnails)
+            routes = await shown_routes(settings, client, state, siblings)
+            quiet = [args.disable_access_log_for_endpoints, STATE_PATH]  # asked each second
+            args.disable_access_log_for_endpoints = ",".join(filter(None, quiet))
             admission = Admission(limits_from(settings), llm, lambda: fleet_load(client))
             llm.drain = HttpDrain(settings.drain_timeout)
-            with our_app(fleet_routes(client), admission, llm.drain):
+            with our_app(routes, admission, llm.drain, traced=traced):
                 shutdown = await build_and_serve(llm, listen_address, sock, args)
             with contextlib.suppress(TimeoutError):  # of clients that do not read
                 async with asyncio.timeout(LAST_SECONDS):
                     await shutdown
         finally:
+            siblings.close()
             llm.shutdown()
             await client.closed()
             await remote_media.close()

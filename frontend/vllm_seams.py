@@ -53,6 +53,7 @@ from frontend.media.lazy_image import ImageUnreadable
 from frontend.placeholder_checks import check_placeholders, image_token_of
 from frontend.receipt import ReceiptMiddleware
 from frontend.segment_tokenizer import SHORTEST_TEXT, segment_tokenizer
+from frontend.tracing import TracingMiddleware
 from transfer.messages import WorkerFacts
 
 
@@ -272,22 +273,31 @@ def _reuse_tokenization(renderer: Any) -> None:
 
 
 @contextmanager
-def our_app(routes: APIRouter, admission: Admission, drain: HttpDrain) -> Iterator[None]:
+def our_app(
+    routes: APIRouter, admission: Admission, drain: HttpDrain, *, traced: bool = False
+) -> Iterator[None]:
     """Within, the app that vLLM builds has our routes, response headers and admission.
 
-    ``drain`` will let it finish its responses.
+    Our routes come before vLLM's. ``drain`` will let it finish its responses. ``traced``:
+    requests get OpenTelemetry spans.
     """
+    # The last is the outermost.
+    middleware = [
+        ReceiptMiddleware, *([TracingMiddleware] if traced else []),
+        AdmissionMiddleware, OpenRequestsMiddleware,
+    ]
     build = entry.__dict__["build_app"]
 
     def build_app(args: Any, *rest: Any, **kwargs: Any) -> FastAPI:
         # Named, because vLLM's app takes no middleware once it is built.
-        # The last is the outermost.
-        ours = (ReceiptMiddleware, AdmissionMiddleware, OpenRequestsMiddleware)
-        args.middleware = [*args.middleware, *map(_name_of, ours)]
+        args.middleware = [*args.middleware, *map(_name_of, middleware)]
         app = build(args, *rest, **kwargs)
         app.state.admission = admission
         drain.watch(app)
+        theirs = list(app.router.routes)
         app.include_router(routes)
+        ours = [route for route in app.router.routes if route not in theirs]
+        app.router.routes[:] = [*ours, *theirs]
         return app
 
     with _replaced(entry, "build_app", build_app):

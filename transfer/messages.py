@@ -191,6 +191,8 @@ class Pulling(msgspec.Struct, tag=True):
     pulls: Count = 0
     nbytes: Count = 0
     failures: Count = 0
+    read_seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """How long the pulls took, added up; they may overlap."""
 
 
 class AskSnapshot(msgspec.Struct, tag=True):
@@ -223,6 +225,9 @@ class KvDelta(msgspec.Struct, tag=True):
     stored: dict[str, list[Digest]] = {}
     removed: dict[str, list[Digest]] = {}
     cleared: bool = False
+    at: float = 0.0
+    """When the engine's events were made, in seconds since 1970 by its host's clock; 0
+    where it does not say."""
 
 
 class FrontendShare(msgspec.Struct, frozen=True):

@@ -80,7 +80,7 @@ class KvState:
             BadMessage: the payload is not a batch of events, or it names blocks by
                 integers. Nothing of it has been applied.
         """
-        events = self._decode(payload)
+        events, at = self._decode(payload)
         touched: dict[str, set[bytes]] = defaultdict(set)
         cleared = False
         for event in events:
@@ -93,7 +93,7 @@ class KvState:
                 # understates what is held.
                 self._forget_copies()
                 cleared = True
-        return self._publish(touched, cleared)
+        return self._publish(touched, cleared, at)
 
     def clear(self) -> KvDelta | None:
         """Forget all blocks: the engine was reset and may tell only with its next step."""
@@ -108,11 +108,14 @@ class KvState:
             blocks={medium: list(held) for medium, held in self._published.items() if held},
         )
 
-    def _decode(self, payload: bytes) -> list[Event]:
+    def _decode(self, payload: bytes) -> tuple[list[Event], float]:
+        """The events, and when they were made."""
         try:
-            events: list[Event] = list(_batch_decoder.decode(payload).events)
+            batch = _batch_decoder.decode(payload)
+            events: list[Event] = list(batch.events)
+            at = float(batch.ts)
         except msgspec.MsgspecError:
-            events = self._decode_one_by_one(payload)
+            events, at = self._decode_one_by_one(payload), 0.0
         for event in events:
             if not isinstance(event, AllBlocksCleared) and not all(
                 isinstance(digest, bytes) for digest in event.block_hashes
@@ -121,7 +124,7 @@ class KvState:
                     "the engine publishes block hashes as integers: "
                     "start it with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0"
                 )
-        return events
+        return events, at
 
     def _decode_one_by_one(self, payload: bytes) -> list[Event]:
         """Decode a batch that may hold events of types unknown to us, leaving those out."""
@@ -181,7 +184,9 @@ class KvState:
             for copies in groups.values():
                 copies.clear()
 
-    def _publish(self, touched: dict[str, set[bytes]], cleared: bool) -> KvDelta | None:
+    def _publish(
+        self, touched: dict[str, set[bytes]], cleared: bool, at: float = 0.0
+    ) -> KvDelta | None:
         """Bring what is published up to date; return the difference, None if there is none."""
         cleared = cleared and any(self._published.values())
         if cleared:
@@ -202,7 +207,8 @@ class KvState:
             return None
         self._seq += 1
         return KvDelta(
-            epoch=self._epoch, seq=self._seq, stored=stored, removed=removed, cleared=cleared
+            epoch=self._epoch, seq=self._seq, stored=stored, removed=removed, cleared=cleared,
+            at=at,
         )
 
     def _warn_once(self, message: str) -> None:

@@ -21,6 +21,7 @@ class Outcome:
     pulls: int = 0
     nbytes: int = 0
     failures: int = 0
+    seconds: float = 0.0
 
 
 class NixlSource:
@@ -51,6 +52,7 @@ class NixlSource:
             self._news.pulls += outcome.pulls
             self._news.nbytes += outcome.nbytes
             self._news.failures += outcome.failures
+            self._news.read_seconds += outcome.seconds
             if self._under_way == 0:
                 self._stop_renewing()
                 self._tell(0.0)

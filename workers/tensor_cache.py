@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -107,6 +108,7 @@ class TensorCache:
         self._arena.drop_unleased()
 
     async def _read(self, source: NixlSource, entry: EntryRef) -> Lease:
+        began = time.monotonic()
         with source.reading() as outcome:
             try:
                 space = await asyncio.wrap_future(self._reader.read(source.arena, entry))
@@ -118,6 +120,7 @@ class TensorCache:
                     source.fail(str(error))
                 raise
             outcome.pulls, outcome.nbytes = 1, entry.nbytes
+            outcome.seconds = time.monotonic() - began
         self.counts.pulls += 1
         self.counts.nbytes += entry.nbytes
         return space.seal(entry.identity)

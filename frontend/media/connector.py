@@ -31,6 +31,7 @@ from frontend.media.lazy_image import ImageOptions, load_lazily
 from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import UrlPolicy
+from frontend.receipt import current_receipt
 
 M = TypeVar("M")
 
@@ -38,9 +39,16 @@ CONNECTOR = "foveal"
 """Its name in vLLM's registry; VLLM_MEDIA_CONNECTOR chooses one."""
 
 
-def register_connector(remote: RemoteMedia, policy: UrlPolicy) -> None:
-    """Let vLLM find this connector by name; all its instances share ``remote``."""
-    make: Any = partial(LazyMediaConnector, remote=remote, policy=policy)
+def register_connector(
+    remote: RemoteMedia, policy: UrlPolicy, *, keep_pictures: bool = False
+) -> None:
+    """Let vLLM find this connector by name; all its instances share ``remote``.
+
+    ``keep_pictures``: note the pictures of each request in its receipt.
+    """
+    make: Any = partial(
+        LazyMediaConnector, remote=remote, policy=policy, keep_pictures=keep_pictures
+    )
     MEDIA_CONNECTOR_REGISTRY.register(CONNECTOR)(make)
 
 
@@ -60,10 +68,18 @@ class LazyImageIO(ImageMediaIO):
 class LazyMediaConnector(MediaConnector):
     """vLLM's connector with lazy images and a fetcher of ours."""
 
-    def __init__(self, *args: Any, remote: RemoteMedia, policy: UrlPolicy, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        remote: RemoteMedia,
+        policy: UrlPolicy,
+        keep_pictures: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._remote = remote
         self._policy = policy
+        self._keep_pictures = keep_pictures
 
     def fetch_image(self, image_url: str, *, image_mode: str | None = "RGB") -> Image.Image:
         return self.load_from_url(
@@ -73,9 +89,13 @@ class LazyMediaConnector(MediaConnector):
     async def fetch_image_async(
         self, image_url: str, *, image_mode: str | None = "RGB"
     ) -> Image.Image:
-        return await self.load_from_url_async(
+        image = await self.load_from_url_async(
             image_url, self._image_io(image_mode), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
         )
+        receipt = current_receipt.get() if self._keep_pictures else None
+        if receipt is not None and isinstance(image, MediaWithBytes):
+            receipt.pictures.append(image.original_bytes)
+        return image
 
     def load_from_url(
         self, url: str, media_io: MediaIO[M], *, fetch_timeout: int | None = None

@@ -108,6 +108,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     item: list[bytes]
     """The rest of the item, in vLLM's encoding."""
     updates: list[PromptUpdate]
+    copy_seconds: float = 0.0
+    """How long writing the tensors took."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

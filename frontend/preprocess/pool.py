@@ -373,6 +373,7 @@ class PreprocessPool:
     def _keep(self, mm_hash: str, finished: Finished) -> Held:
         """Raises: BadMessage."""
         done, lease = finished.done, finished.lease
+        self._cache.copy_seconds += done.copy_seconds
         frames = [bytearray(frame) for frame in done.item]
         item = decode_payload_as(MultiModalKwargsItem, frames)
         if lease is not None:

@@ -6,6 +6,7 @@ vLLM names relied on: multimodal.inputs.MultiModalKwargsItem.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,7 +90,7 @@ def _work(
         # Said first: the frontend looks for room while the tensors are hashed here.
         line.send(Measured(layout.nbytes))
     identity = hasher.digest(((name, elem.data) for name, elem in item.items()), model)
-    rest = item
+    rest, copy_seconds = item, 0.0
     if layout is not None:
         place = line.receive()
         if not isinstance(place, Place):
@@ -97,7 +98,9 @@ def _work(
         if place.offset is None:
             return None
         with arena.memory(place.offset, layout.nbytes) as memory:
+            began = time.perf_counter()
             write(layout, item, memory)
+            copy_seconds = time.perf_counter() - began
         rest = strip(layout, item)
     return Done(
         identity=identity,
@@ -106,4 +109,5 @@ def _work(
         fields=layout.fields if layout else {},
         item=[bytes(frame) for frame in encode_payload(rest)],
         updates=plain_updates,
+        copy_seconds=copy_seconds,
     )

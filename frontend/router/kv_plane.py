@@ -172,6 +172,16 @@ class KvPlane:
         feed = self._feeds.get(worker)
         return feed.seq if feed is not None else 0
 
+    def behind(self, worker: str) -> int:
+        """Return how many deltas ``worker`` is known to have published beyond the index."""
+        feed = self._feeds.get(worker)
+        if feed is None:
+            return 0
+        known = max((seq for epoch, seq in feed.waiting if epoch == feed.epoch), default=0)
+        if feed.last_heartbeat is not None and feed.last_heartbeat[0] == feed.epoch:
+            known = max(known, feed.last_heartbeat[1])
+        return max(0, known - feed.seq)
+
     def _on_foreign_delta(self, worker: str, feed: _Feed, delta: KvDelta) -> bool:
         """Keep a delta of an epoch other than the current one.
 

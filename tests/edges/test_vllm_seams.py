@@ -34,6 +34,7 @@ from vllm.multimodal.processing import processor
 from vllm.renderers import base as renderers_base
 from vllm.renderers import chat_utils
 from vllm.renderers.params import TokenizeParams
+from vllm.tracing import utils as tracing_utils
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -44,7 +45,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
@@ -380,3 +381,19 @@ def test_vllms_server_names_the_methods_that_collective_rpc_may_name() -> None:
 def test_processed_prompts_say_where_items_are() -> None:
     source = source_of(processor.BaseMultiModalProcessor.apply)
     assert "mm_placeholders" in source and "prompt_token_ids" in source
+
+
+def test_traces_go_through_the_renderer_and_the_traceparent_header() -> None:
+    source = source_of(renderers_base.BaseRenderer._process_tokens_async)
+    assert "await self._process_multimodal_async(" in source
+    for method in ("render_chat_async", "render_cmpl_async"):
+        assert inspect.iscoroutinefunction(getattr(renderers_base.BaseRenderer, method))
+    assert "traceparent" in tracing_utils.TRACE_HEADERS
+    assert "tracing_endpoint" in source_of(AsyncLLM.__init__)
+
+
+def test_a_first_output_tells_what_was_cached() -> None:
+    assert "prefill_stats" in EngineCoreOutput.__struct_fields__
+    assert "num_cached_tokens" in {field.name for field in fields(PrefillStats)}
+    assert "external_req_id" in EngineCoreRequest.__struct_fields__
+    assert "trace_headers" in EngineCoreRequest.__struct_fields__

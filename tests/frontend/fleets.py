@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
-from frontend.metrics import FrontendMetrics
+from frontend.metrics import FleetCollector, FrontendMetrics
 from frontend.nixl_offers import NixlOffers
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
@@ -45,12 +45,13 @@ class Fleet:
         self.arena = Arena(arena_bytes)
         self.cache = ArenaProcessorCache(self.arena, HASHER, "demo")
         self.metrics = CollectorRegistry()
+        self.counted = FrontendMetrics(self.metrics)
         self.client = RoutedEngineClient(
             supported_tasks=("generate",),
             cache=self.cache,
             arena=self.arena,
             router=Router(mode, RouterSettings(), time.monotonic, random.Random(1)),
-            metrics=FrontendMetrics(self.metrics),
+            metrics=self.counted,
             worker_wait_timeout=wait,
             migration_limit=migration_limit,
         )
@@ -101,6 +102,14 @@ class Fleet:
 
     async def until_gone(self, name: str) -> None:
         await eventually(lambda: name not in self.pool.ready_workers())
+
+    def collect(self, **instead: Any) -> None:
+        """Show the state of the fleet among the metrics."""
+        parts = {
+            "pool": self.pool, "router": self.client.router, "cache": self.cache,
+            "arena": self.arena, "nixl": self.nixl, "metrics": self.counted,
+        }
+        self.metrics.register(FleetCollector(**{**parts, **instead}))
 
     async def answer(self, request_id: str) -> list[EngineCoreOutput]:
         """The outputs of a request up to its last, others' left out."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from frontend.metrics import FleetCollector
 from tests.fakes import make_item, make_request
 from tests.frontend.fleets import Fleet
 from transfer.registry import Registry
@@ -30,10 +29,7 @@ async def test_requests_are_counted_by_worker_and_transfer(registry: Registry) -
 
 async def test_the_state_of_the_fleet_is_read_when_asked_for(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
-        plane = fleet.client.router.plane
-        fleet.metrics.register(
-            FleetCollector(fleet.pool, plane, fleet.cache, fleet.arena, fleet.nixl)
-        )
+        fleet.collect()
         labels = {"worker": "worker-1", "transfer": "shm"}
         assert fleet.metrics.get_sample_value("foveal_worker_ready", labels) is None
         await fleet.start()
@@ -49,9 +45,6 @@ async def test_the_state_of_the_fleet_is_read_when_asked_for(registry: Registry)
 
 async def test_without_an_arena_nothing_is_said_of_it(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
-        plane = fleet.client.router.plane
-        fleet.metrics.register(
-            FleetCollector(fleet.pool, plane, fleet.cache, None, fleet.nixl)
-        )
+        fleet.collect(arena=None)
         assert fleet.metrics.get_sample_value("foveal_arena_bytes") is None
         assert fleet.count("items_without_room") == 0

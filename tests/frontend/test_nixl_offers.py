@@ -10,7 +10,6 @@ import pytest
 import torch
 from vllm.v1.engine import EngineCoreOutput
 
-from frontend.metrics import FleetCollector
 from tests.fakes import FakeWorker, eventually, make_item, make_request, within
 from tests.frontend.fleets import Fleet
 from transfer.errors import NixlUnavailable
@@ -257,11 +256,8 @@ async def test_a_frontend_whose_nixl_does_not_work_says_so_once(
         assert transfer_to(fleet, name)[0] == "inline"
         assert "no NIXL: " in transfer_to(fleet, name)[1]
     assert sum("switched off" in record.message for record in caplog.records) == 1
-    collector = FleetCollector(
-        fleet.pool, fleet.client.router.plane, fleet.cache, fleet.arena, fleet.nixl
-    )
-    values = {m.name: m.samples[0].value for m in collector.collect() if m.samples}
-    assert values["foveal_nixl_switched_off"] == 1
+    fleet.collect()
+    assert fleet.metrics.get_sample_value("foveal_nixl_switched_off") == 1
     await ask(fleet, "r", torch.rand(40, 50))
     assert worker.nixl.cache is None
 

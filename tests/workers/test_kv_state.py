@@ -61,8 +61,10 @@ def test_stored_and_removed_blocks_become_numbered_deltas():
     state = KvState(32, "e1")
     first = state.apply(batch(stored(A)))
     second = state.apply(batch(removed(A), stored(B)))
-    assert first == KvDelta(epoch="e1", seq=1, stored={"GPU": [A]})
-    assert second == KvDelta(epoch="e1", seq=2, stored={"GPU": [B]}, removed={"GPU": [A]})
+    assert first == KvDelta(epoch="e1", seq=1, stored={"GPU": [A]}, at=1.0)
+    assert second == KvDelta(
+        epoch="e1", seq=2, stored={"GPU": [B]}, removed={"GPU": [A]}, at=1.0
+    )
     assert state.snapshot().epoch == "e1"
     assert state.snapshot().seq == 2
     assert state.snapshot().blocks == {"GPU": [B]}

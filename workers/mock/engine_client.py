@@ -160,9 +160,11 @@ class MockEngineClient:
 
     def _output(self, token: TokenOutput) -> EngineCoreOutput:
         request = token.request
-        answer = self._answers[request.request_id].answer
+        answered = self._answers[request.request_id]
         new = slice(request.generated - token.new_tokens, request.generated)
-        output = EngineCoreOutput(request.request_id, answer[new])
+        output = EngineCoreOutput(
+            request.request_id, answered.answer[new], trace_headers=answered.trace_headers
+        )
         if token.first:
             output.prefill_stats = _prefill_stats(request.prompt_tokens, request.cached_tokens)
         if token.finished:

@@ -6,6 +6,7 @@ MEDIUM_GPU.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import msgspec
@@ -22,7 +23,7 @@ def encode_events(events: Sequence[BlockEvent], block_size: int) -> bytes:
     Tokens and parents are left out: nobody behind a worker process reads them.
     """
     batch = KVEventBatch(
-        ts=0.0,
+        ts=time.time(),
         events=[
             BlockStored(
                 block_hashes=[*event.digests],

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -35,6 +36,8 @@ class Answered:
 
     request: MockRequest
     answer: list[int]
+    trace_headers: Mapping[str, str] | None = None
+    """Given back with every output, as vLLM does."""
 
 
 class RequestReader:
@@ -90,6 +93,7 @@ class RequestReader:
                 reads_cache=not hashed.skip_reading_prefix_cache,
             ),
             answer,
+            request.trace_headers,
         )
 
 

@@ -18,6 +18,7 @@ from frontend.media.connector import CONNECTOR, LazyMediaConnector
 from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import MediaUnavailable, UrlPolicy
+from frontend.receipt import Receipt, current_receipt
 from tests.frontend.app import App, by_url, in_place, running_app
 from tests.frontend.media.web import Site, running_site
 
@@ -244,3 +245,19 @@ async def test_a_url_that_cannot_be_fetched_says_so(app: App, site: Site) -> Non
     assert (response.status_code, "HTTP 404" in response.text) == (422, True)
     response = await app.chat(by_url("http://127.0.0.1:1/a.png"))
     assert (response.status_code, "127.0.0.1" in response.text) == (502, True)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_pictures_are_noted_in_the_receipt_only_where_asked_for(keep: bool) -> None:
+    policy = UrlPolicy([], allow_private=False)
+    remote = RemoteMedia(policy, UrlCache(0))
+    connector = LazyMediaConnector(remote=remote, policy=policy, keep_pictures=keep)
+    receipt = Receipt()
+    token = current_receipt.set(receipt)
+    try:
+        data = picture(77)
+        await connector.fetch_image_async(in_place(data)["image_url"]["url"])
+    finally:
+        current_receipt.reset(token)
+        await remote.close()
+    assert receipt.pictures == ([data] if keep else [])

@@ -354,3 +354,14 @@ def test_any_loss_order_and_repetition_ends_in_the_truth(
     assert index.resident("w") == worker.held
     index.sweep(1_000)
     assert len(index) == len(worker.held)
+
+
+def test_how_far_the_index_is_behind_is_known_from_deltas_and_heartbeats():
+    plane, _ = caught_up_plane(3)
+    assert plane.behind("w") == plane.behind("nobody") == 0
+    plane.on_heartbeat("w", "e1", 5)
+    assert plane.behind("w") == 2
+    plane.on_delta("w", stored(9, A))  # 4 to 8 are missing
+    assert plane.behind("w") == 6
+    plane.on_snapshot("w", snapshot(9, A))
+    assert plane.behind("w") == 0
