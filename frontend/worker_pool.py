@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from frontend.nixl_offers import NixlOffers
+from transfer.discovery import Discovery
 from transfer.errors import BadMessage
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
 from transfer.messages import (
@@ -36,7 +37,7 @@ from transfer.messages import (
     WorkerFacts,
 )
 from transfer.process_watch import ProcessWatch, watch_process
-from transfer.registry import Registry, WorkerRecord
+from transfer.registry import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class WorkerPool:
     def __init__(
         self,
         hello: Hello,
-        registry: Registry,
+        registry: Discovery,
         addresses: Sequence[str],
         expected: Mapping[str, object],
         events: PoolEvents,

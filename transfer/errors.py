@@ -8,7 +8,8 @@ TransferError
 ├── NixlUnavailable  NIXL does not work in this process
 ├── ReadFailed       a READ from another process came to nothing
 ├── BadMessage       bytes that are not a message of ours
-└── BadSeed          the secret seed of identities cannot be used
+├── BadSeed          the secret seed of identities cannot be used
+└── EtcdUnavailable  etcd does not answer, or refuses
 """
 
 
@@ -46,3 +47,7 @@ class BadMessage(TransferError):
 
 class BadSeed(TransferError):
     """The file of the seed is open to others, or does not hold one."""
+
+
+class EtcdUnavailable(TransferError):
+    """No endpoint of the etcd cluster answers, or it refuses a call."""

@@ -48,7 +48,13 @@ def parse(arguments: Sequence[str]) -> tuple[WorkerConfig, argparse.Namespace]:
     add_flags(parser, WorkerConfig)
     AsyncEngineArgs.add_cli_args(parser)
     args = parser.parse_args(list(arguments))
-    return read_settings(WorkerConfig, args, os.environ), args
+    settings = read_settings(WorkerConfig, args, os.environ)
+    if settings.discovery is not None and settings.port is None:
+        raise BadSetting(
+            "--discovery is for frontends on other hosts: give --host and --port, too, for "
+            "them to reach this worker (--port 0 takes any that is free)"
+        )
+    return settings, args
 
 
 def engine_config(args: argparse.Namespace, sockets: Path) -> VllmConfig:

@@ -31,10 +31,11 @@ from vllm.v1.executor import Executor
 
 from configs.flags import BadSetting
 from configs.schema import WorkerConfig
-from transfer.identity import IdentityHasher, load_or_create_seed
+from transfer.discovery import Discovery, announced_address, open_discovery, seed_of
+from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
-from transfer.registry import Registry, WorkerRecord, this_process
+from transfer.registry import WorkerRecord, this_process
 from workers.engine_args import engine_config, facts_of
 from workers.engine_inputs import EngineInputs
 from workers.engine_outputs import follow_engine
@@ -57,14 +58,13 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
     Raises:
         BadSetting, TransferError: the settings cannot work; the text says why.
     """
-    registry = Registry(settings.registry, settings.namespace)
+    registry = open_discovery(settings.discovery, settings.registry, settings.namespace)
     worker = f"worker-{os.getpid()}-{secrets.token_hex(3)}"
     sockets = registry.socket_directory(worker)
     try:
         config = engine_config(args, sockets)
         fingerprint = IdentityHasher(
-            load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path),
-            "xxh3_128",
+            seed_of(registry, settings.mm_identity_seed_file), "xxh3_128"
         ).fingerprint
         engine = _start_engine(config, sockets)
         try:
@@ -76,6 +76,7 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
             engine.shutdown(timeout=config.shutdown_timeout)
     finally:
         registry.withdraw(worker)
+        registry.close()
 
 
 def _start_engine(config: VllmConfig, sockets: Path) -> AsyncMPClient:
@@ -114,7 +115,7 @@ def _interrupt(*_: object) -> None:
 
 async def _serve(
     settings: WorkerConfig,
-    registry: Registry,
+    registry: Discovery,
     worker: str,
     sockets: Path,
     config: VllmConfig,
@@ -179,8 +180,8 @@ async def _serve(
     pid, start_time, host = this_process()
     registry.announce(
         WorkerRecord(
-            worker=worker, address=link.address, pid=pid, start_time=start_time,
-            host=host, facts=facts,
+            worker=worker, address=announced_address(link.address, settings.discovery),
+            pid=pid, start_time=start_time, host=host, facts=facts,
         )
     )
     logger.info("worker %s is ready on %s", worker, link.address)
