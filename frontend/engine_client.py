@@ -34,6 +34,7 @@ from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import Routed, current_receipt
 from frontend.request_items import identify, is_by_reference, with_tensors
+from frontend.request_log import log_routed
 from frontend.router.block_hashes import RequestHasher
 from frontend.router.router import Route, Router
 from frontend.worker_pool import Worker, WorkerPool
@@ -208,7 +209,11 @@ class RoutedEngineClient(AdminCalls):
         earlier = self._sent.get(request.request_id)
         route, worker = self._route(request, earlier.worker if earlier else None)
         transfer = self._send(request, worker)
-        routed = Routed(route.worker, route.overlap_blocks, route.prompt_blocks, transfer)
+        routed = Routed(
+            route.worker, route.overlap_blocks, route.prompt_blocks, transfer,
+            request.request_id,
+        )
+        log_routed(routed)
         self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
             receipt.routed.append(routed)

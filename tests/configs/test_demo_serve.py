@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.demo.checkpoint import RECIPE_STAMP, recipe
-from configs.demo.children import Child, stop_all
+from configs.deployment.children import Child, stop_all
 
 ROOT = Path(__file__).parents[2]
 

@@ -227,7 +227,7 @@ def test_an_etcd_that_never_answers_is_named(
 ) -> None:
     monkeypatch.setattr(discovery_module, "START_SECONDS", 0.0)
     nobody = EtcdDiscovery(parse_etcd_address("etcd://127.0.0.1:1"), "test", registry)
-    with pytest.raises(EtcdUnavailable, match="etcd at 127.0.0.1:1"):
+    with pytest.raises(EtcdUnavailable, match=r"etcd at 127\.0\.0\.1:1"):
         nobody.shared_seed()
 
 
