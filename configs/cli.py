@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(problem, file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads has seen enough
+        sys.stderr.close()
+        return 1
     except KeyboardInterrupt:
         return 130
 

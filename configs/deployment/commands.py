@@ -102,6 +102,18 @@ def with_devices(commands: list[Command], environ: Mapping[str, str]) -> list[Co
     return placed
 
 
+def on_node(command: Command, address: str) -> Command:
+    """``command`` for a worker that Ray places: reached from other nodes at ``address``."""
+    return replace(command, arguments=reachable(command.arguments, address))
+
+
+def reachable(arguments: list[str], address: str) -> list[str]:
+    """``arguments`` of a worker, with an address and a free port where they name none."""
+    if "--port" in arguments:
+        return arguments
+    return [*arguments, "--host", address, "--port", "0"]
+
+
 def logging_environment(deployment: Deployment) -> dict[str, str]:
     """What has all processes log in one format, from their first line on."""
     return {"FOVEAL_LOG_FORMAT": deployment.logs.format}

@@ -15,7 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.deployment.commands import Command, frontend_command, worker_commands
+from configs.deployment.commands import (
+    Command,
+    frontend_command,
+    on_node,
+    worker_commands,
+)
 from configs.deployment.reading import DeploymentFile
 
 FRONTEND_CHECK = [sys.executable, "-m", "frontend.check_flags"]
@@ -48,6 +53,8 @@ def check_flags(file: DeploymentFile) -> list[str]:
         if command.group not in asked:
             asked.add(command.group)
             here: KeyPath = ("workers", command.group, "options")
+            if deployment.launcher == "ray":
+                command = on_node(command, "127.0.0.1")
             questions.append(_Question(WORKER_CHECK, command, here))
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         answers = pool.map(_ask, questions)

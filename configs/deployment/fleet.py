@@ -62,32 +62,34 @@ def look_at(url: str, api_key: str = "") -> FleetState:
 
 
 def fleet_table(fleet: dict[str, Any]) -> Table:
-    """The workers of ``fleet``, one a line."""
+    """The workers of ``fleet``, one a line.
+
+    What a worker has to do is in requests of this frontend, and in KV blocks and tokens of
+    prefill of all frontends.
+    """
     title = f"{fleet.get('requests', 0)} requests in flight, routed by "
     table = Table(title=title + str(fleet.get("router_mode", "?")), title_justify="left")
-    for name, justify in (
-        ("worker", "left"), ("state", "left"), ("requests", "right"), ("blocks", "right"),
-        ("prefill", "right"), ("transfer", "left"), ("KV events", "left"), ("address", "left"),
-    ):
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table.add_column("worker", no_wrap=True)
+    table.add_column("state", overflow="fold")
+    for name in ("requests", "blocks", "prefill"):
+        table.add_column(name, justify="right")
+    table.add_column("by")
     for worker in sorted(fleet["workers"], key=lambda worker: str(worker.get("id"))):
         load = worker.get("load") or {}
         table.add_row(
             str(worker.get("id")),
             _state(worker),
             str(worker.get("requests", "")),
-            str(load.get("blocks", load.get("decode_blocks", ""))),
+            str(load.get("blocks", "")),
             str(load.get("prefill_tokens", "")),
             str(worker.get("transfer") or "-"),
-            "up to date" if worker.get("kv_caught_up") else "catching up",
-            str(worker.get("address", "")),
         )
     return table
 
 
 def _state(worker: dict[str, Any]) -> str:
     if worker.get("ready"):
-        return "ready"
+        return "ready" if worker.get("kv_caught_up") else "ready, KV events catching up"
     refused = worker.get("refused")
     return f"refused: {refused}" if refused else "not ready"
 

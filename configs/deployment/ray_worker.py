@@ -16,6 +16,7 @@ from collections import deque
 from typing import Any
 
 from configs.deployment.children import end_with_parent
+from configs.deployment.commands import reachable
 
 PAUSE_SECONDS = 2.0
 """Between the end of the process and that of the actor, so that what cannot start is not
@@ -33,9 +34,7 @@ class RayWorker:
 
         self._host = ray.util.get_node_ip_address()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        if "--port" not in arguments:
-            # Frontends on other nodes must reach it.
-            arguments = [*arguments, "--host", self._host, "--port", "0"]
+        arguments = reachable(arguments, self._host)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "workers", *arguments],
             stdin=subprocess.DEVNULL,

@@ -122,7 +122,7 @@ def _disagreements(deployment: Deployment) -> Iterator[tuple[tuple[str | int, ..
     frontend, workers = deployment.frontend.options, deployment.workers
     for name, text in problems_of(deployment.engine, FrontendConfig, on_top).items():
         yield ("engine", name), text
-    for name in set(deployment.engine) & _flags(FrontendConfig, WorkerConfig):
+    for name in set(deployment.engine) & _flags(FrontendConfig, WorkerConfig) - set(on_top):
         yield ("engine", name), "is Foveal's, not the engine's: make it an option"
     elsewhere = {**on_top, **OF_THE_FRONTEND}
     for name, text in problems_of(frontend, FrontendConfig, elsewhere).items():

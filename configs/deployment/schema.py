@@ -80,7 +80,7 @@ class Security(_Part):
     """How frontends and workers know each other."""
 
     secure_keys: Path | None = Field(
-        None, description="Directory of keys, made by `python -m configs.make_keys DIR`."
+        None, description="Directory of keys, made by `python -m transfer.make_keys DIR`."
     )
     insecure: bool = Field(
         False, description="Serve workers' TCP ports without keys, on a network you trust."

@@ -165,7 +165,10 @@ class EtcdDiscovery:
             except msgspec.DecodeError as error:
                 logger.warning("ignored %s in etcd: %s", key, error)
                 continue
-            if record.is_dead():
+            if record.worker != key.rpartition("/")[2]:
+                # What it leaves behind is removed by its name.
+                logger.warning("ignored %s in etcd: it speaks of %r", key, record.worker)
+            elif record.is_dead():
                 logger.info("swept worker %s: its process is gone", record.worker)
                 self.withdraw(record.worker)
             elif record.address.startswith("ipc://") and not record.is_local():
@@ -174,7 +177,7 @@ class EtcdDiscovery:
                     record.worker,
                 )
             else:
-                found[key.rpartition("/")[2]] = record
+                found[record.worker] = record
         return found
 
     def _key(self, worker: str) -> str:
