@@ -6,6 +6,7 @@ included: these read ``logs-json.json`` themselves.
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging.config
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -57,6 +58,12 @@ def have_vllm_log_json(environ: MutableMapping[str, str]) -> None:
     An operator's own configuration of vLLM's logging comes first.
     """
     environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(JSON_CONFIG))
+
+
+def use_json_config(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """The same for flags of vLLM that are parsed already, unless the operator chose."""
+    chosen = getattr(args, "log_config_file", None) or environ.get("VLLM_LOGGING_CONFIG_PATH")
+    args.log_config_file = chosen or str(JSON_CONFIG)
 
 
 def _json_config() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from configs.flags import BadSetting, add_flags, read_settings, sentence_of
-from configs.logs import JSON_CONFIG
+from configs.logs import use_json_config
 from configs.schema import WorkerConfig
 from transfer.block_hash_root import root_hash_of
 from transfer.engine_facts import shared_facts
@@ -55,8 +55,8 @@ def parse(arguments: Sequence[str]) -> tuple[WorkerConfig, argparse.Namespace]:
             "--discovery is for frontends on other hosts: give --host and --port, too, for "
             "them to reach this worker (--port 0 takes any that is free)"
         )
-    if settings.log_format == "json" and args.log_config_file is None:
-        args.log_config_file = str(JSON_CONFIG)
+    if settings.log_format == "json":
+        use_json_config(args, os.environ)
     return settings, args
 
 

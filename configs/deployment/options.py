@@ -55,9 +55,8 @@ def problems_of(
 def _misfit(settings: type[BaseModel], name: str, value: Value) -> str:
     field = settings.model_fields[name]
     try:
-        TypeAdapter(Annotated[field.annotation, field]).validate_python(  # type: ignore[name-defined]
-            value
-        )
+        annotation: Any = Annotated[field.annotation, field]
+        TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
         return error.errors()[0]["msg"]
     except PydanticUserError:

@@ -31,7 +31,7 @@ class _Part(BaseModel):
     )
 
 
-def _router_settings() -> type[_Part]:
+def _router_settings() -> Any:
     """The router's settings of the frontend, without their prefix."""
     fields: dict[str, Any] = {
         name.removeprefix(ROUTER_PREFIX): (field.annotation, field)
@@ -41,7 +41,7 @@ def _router_settings() -> type[_Part]:
     return create_model("Router", __base__=_Part, **fields)
 
 
-Router = _router_settings()
+Router: Any = _router_settings()
 
 
 class Http(_Part):
@@ -140,27 +140,31 @@ class Deployment(_Part):
     discovery: Annotated[str, Field(pattern=r"^etcds?://\S+$")] | None = Field(
         None, description="etcd where they do, for several hosts: etcd://host:port."
     )
-    http: Http = Field(Http(), description="Where the API is served.")
+    http: Http = Field(Http.model_validate({}), description="Where the API is served.")
     transfer: TransferMode = Field("auto", description="How tensors reach workers.")
-    router: Router = Field(Router(), description="How a worker is chosen.")  # type: ignore[valid-type]
-    security: Security = Field(Security(), description="Keys of the workers' ports.")
+    router: Router = Field(Router.model_validate({}), description="How a worker is chosen.")
+    security: Security = Field(
+        Security.model_validate({}), description="Keys of the workers' ports."
+    )
     engine: Annotated[Options, AfterValidator(_json_fits)] = Field(
         {}, description="vLLM's flags in which frontend and workers must agree."
     )
-    frontend: Frontend = Field(Frontend(), description="The frontends.")
+    frontend: Frontend = Field(Frontend.model_validate({}), description="The frontends.")
     workers: list[Workers] = Field(
-        [Workers()], min_length=1, description="Groups of workers that are alike."
+        [Workers.model_validate({})],
+        min_length=1,
+        description="Groups of workers that are alike.",
     )
     launcher: Literal["process", "ray"] = Field(
         "process", description="Who starts workers: this host, or a Ray cluster."
     )
-    ray: Ray = Field(Ray(), description="The cluster, for `launcher: ray`.")
+    ray: Ray = Field(Ray.model_validate({}), description="The cluster, for `launcher: ray`.")
     environment: Environment = Field({}, description="Variables for all processes.")
     prepare: list[Prepare] = Field([], description="Commands to run first.")
     directory: Path | None = Field(
         None, description="Where logs and a sample request go (default: .foveal/NAME)."
     )
-    logs: Logs = Field(Logs(), description="What the processes say.")
+    logs: Logs = Field(Logs.model_validate({}), description="What the processes say.")
     note: str = Field("", description="Said in the ready line.")
     start_timeout: float = Field(
         900.0, gt=0, description="Seconds after which a start that is not ready has failed."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from configs.deployment.progress import Row
 from configs.deployment.ray_worker import BAD_SETTING, RayWorker
 from configs.deployment.schema import Deployment
 
+REACH_SECONDS = 5.0
 STOP_SECONDS = 30.0
 ASK_SECONDS = 1.0
 """How often each actor is asked."""
@@ -71,11 +73,12 @@ class WorkersByRay:
         """
         ray = self._ray
         try:
+            _reach(self._settings.address)
             ray.init(
                 address=self._settings.address, log_to_driver=False, logging_level="ERROR",
                 configure_logging=False,
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise RayFailed(
                 f"no Ray cluster at {self._settings.address}: {error}; start one with "
                 "`ray start --head`, and `ray start --address HEAD:6379` on the other nodes"
@@ -147,3 +150,14 @@ class WorkersByRay:
         for worker in self._workers:
             ray.kill(worker.actor, no_restart=True)
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Find out soon that nobody is at ``address``: Ray itself would try for minutes.
+
+    Raises:
+        OSError: there is nobody.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
