@@ -50,7 +50,7 @@ def frontend_command(deployment: Deployment, registry: Path | None) -> Command:
     return Command(
         "frontend",
         [*_common(deployment, registry), *flags_of(options)],
-        {**deployment.environment, **deployment.frontend.environment},
+        {**_meeting_place(deployment), **deployment.frontend.environment},
         program=FRONTEND,
     )
 
@@ -65,7 +65,7 @@ def worker_commands(deployment: Deployment, registry: Path | None) -> list[Comma
                 *_common(deployment, registry),
                 *flags_of({**own, **deployment.engine, **g.options}),
             ],
-            {**deployment.environment, **g.environment},
+            {**_meeting_place(deployment), **g.environment},
             place,
             g.gpus,
             WORKER,
@@ -125,14 +125,20 @@ def _each_worker(deployment: Deployment) -> Iterator[tuple[int, Workers]]:
             yield place, group
 
 
+def _meeting_place(deployment: Deployment) -> dict[str, str]:
+    """Variables for all. etcd's address is one, since it may have a password in it, and
+    whoever is on the host sees command lines."""
+    if deployment.discovery is None:
+        return deployment.environment
+    return {"FOVEAL_DISCOVERY": deployment.discovery, **deployment.environment}
+
+
 def _common(deployment: Deployment, registry: Path | None) -> list[str]:
     options: dict[str, Value] = {
         "model": deployment.model, "namespace": deployment.namespace
     }
     if registry is not None:
         options["registry"] = str(registry)
-    if deployment.discovery is not None:
-        options["discovery"] = deployment.discovery
     if deployment.security.secure_keys is not None:
         options["secure-keys"] = str(deployment.security.secure_keys)
     return flags_of(options)

@@ -18,7 +18,7 @@ REACH_SECONDS = 5.0
 STOP_SECONDS = 30.0
 ASK_SECONDS = 1.0
 """How often each actor is asked."""
-CARRIED = ("PYTHONPATH", "PATH", "VLLM_API_KEY")
+CARRIED = ("PYTHONPATH", "PATH")
 
 
 class RayFailed(Exception):

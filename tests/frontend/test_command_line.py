@@ -48,11 +48,17 @@ def test_the_model_may_stand_first_as_in_vllm_serve() -> None:
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
-def test_the_shipped_deployments_are_understood(file: Path) -> None:
+def test_the_shipped_deployments_are_understood(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deployment = read_deployment(file).deployment
     if deployment.security.secure_keys and "secure_keys" not in FrontendConfig.model_fields:
         pytest.skip("NO --secure-keys yet")
-    settings, args = parse(frontend_command(deployment, None).arguments)
+    command = frontend_command(deployment, None)
+    for name, value in command.environment.items():
+        monkeypatch.setenv(name, value)
+    settings, args = parse(command.arguments)
+    assert settings.discovery == deployment.discovery
     assert settings.router_mode == "kv"
     assert settings.namespace in ("qwen", "demo")
     assert args.model == deployment.model

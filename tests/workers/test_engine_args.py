@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from configs.demo.checkpoint import write_checkpoint
-from configs.deployment.commands import worker_commands
+from configs.deployment.commands import on_node, worker_commands
 from configs.deployment.reading import read_deployment
 from configs.flags import BadSetting
 from configs.logs import JSON_CONFIG
@@ -48,7 +48,9 @@ def test_flags_of_both_are_taken() -> None:
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
-def test_the_shipped_deployments_are_understood(file: Path) -> None:
+def test_the_shipped_deployments_are_understood(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deployment = read_deployment(file).deployment
     needed = {"secure_keys": deployment.security.secure_keys,
               "insecure": deployment.security.insecure}
@@ -56,8 +58,12 @@ def test_the_shipped_deployments_are_understood(file: Path) -> None:
         if name not in WorkerConfig.model_fields:
             pytest.skip(f"NO {name} yet")
     for command in worker_commands(deployment, None):
-        ray = ["--port", "0"] if deployment.launcher == "ray" else []
-        settings, args = parse([*command.arguments, *ray])
+        if deployment.launcher == "ray":
+            command = on_node(command, "127.0.0.1")
+        for name, value in command.environment.items():
+            monkeypatch.setenv(name, value)
+        settings, args = parse(command.arguments)
+        assert settings.discovery == deployment.discovery
         assert settings.namespace in ("qwen", "demo")
         assert args.model == deployment.model
         assert args.dtype in ("bfloat16", "float32")

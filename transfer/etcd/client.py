@@ -172,7 +172,8 @@ class EtcdClient:
             })
             self._token = str(answer["token"])
         urls = self._address.urls
-        for offset in range(len(urls)):
+        # Once more around: a connection that was kept may be of an etcd that has ended.
+        for offset in range(len(urls) + 1):
             place = (self._preferred + offset) % len(urls)
             try:
                 response = await self._session.post(
@@ -182,7 +183,7 @@ class EtcdClient:
                     timeout=timeout,
                 )
             except (aiohttp.ClientConnectionError, TimeoutError):
-                if offset == len(urls) - 1:
+                if offset == len(urls):
                     raise
             else:
                 self._preferred = place
