@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _up(given: argparse.Namespace) -> int:
     overrides = list(given.overrides)
-    overrides += [f"http.host={given.host}"] if given.host is not None else []
+    overrides += [f"http.host={json.dumps(given.host)}"] if given.host is not None else []
     overrides += [f"http.port={given.port}"] if given.port is not None else []
     file = read_deployment(given.file, overrides)
     try:
