@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 SAME_AGAIN_SECONDS = 15.0
 
@@ -60,11 +61,14 @@ class Progress:
 
     def _draw(self, summary: str, rows: Sequence[Row]) -> None:
         table = Table.grid(padding=(0, 2))
-        table.add_column(no_wrap=True)
-        table.add_column(no_wrap=True)
+        for words in ([row.name for row in rows], [row.state for row in rows]):
+            # Where room is short, it is the log that is cut.
+            table.add_column(no_wrap=True, min_width=max(map(len, words), default=0))
         table.add_column(no_wrap=True, overflow="ellipsis", style="dim")
         for row in rows:
-            table.add_row(row.name, row.state, escape(row.detail))
+            # A log may have colours of its own.
+            detail = Text.from_ansi(row.detail).plain
+            table.add_row(row.name, row.state, escape(detail))
         outer = Table.grid()
         outer.add_row(Spinner("dots", f" {self.elapsed:4.0f} s  {escape(summary)}"))
         outer.add_row(table)
