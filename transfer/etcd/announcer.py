@@ -19,9 +19,10 @@ from transfer.etcd.client import EtcdClient
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 6
+LEASE_SECONDS = 10
 """After this time without a sign of life etcd forgets a worker."""
 RENEWALS_PER_LEASE = 3
+TRY_AGAIN_SECONDS = 0.5
 LAST_WORDS_SECONDS = 3.0
 """How long ``close`` waits for etcd."""
 
@@ -111,9 +112,9 @@ class Announcer:
                 if troubled:
                     logger.info("etcd at %s answers again", self._address)
                 troubled = False
-            pause = self._lease_seconds / RENEWALS_PER_LEASE if lease or troubled else None
+            pause = self._lease_seconds / RENEWALS_PER_LEASE if lease else None
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(TRY_AGAIN_SECONDS if troubled else pause):
                     await self._changed.wait()
         with suppress(EtcdUnavailable, TimeoutError):
             async with asyncio.timeout(LAST_WORDS_SECONDS):

@@ -21,8 +21,9 @@ import msgspec
 from transfer.errors import EtcdUnavailable
 from transfer.etcd.address import EtcdAddress
 
-CALL_SECONDS = 5.0
-"""How long one call may take, the connection included."""
+CALL_SECONDS = 2.0
+"""How long one endpoint may take to answer, the connection included: less than a lease
+leaves time for, so that another endpoint can be asked before it ends."""
 LONGEST_LINE = 8 << 20
 """Bytes of one answer of a watch; etcd itself takes requests of 1.5 MiB at most."""
 

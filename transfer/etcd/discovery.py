@@ -130,7 +130,7 @@ class EtcdDiscovery:
                                 yield dict(known)
                 except WatchLost as error:
                     logger.debug("watching etcd again: %s", error)
-                await asyncio.sleep(PAUSE_SECONDS / 10)
+                await asyncio.sleep(PAUSE_SECONDS)
         finally:
             await client.close()
 

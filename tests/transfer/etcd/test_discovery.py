@@ -64,7 +64,8 @@ async def watching(discovery: EtcdDiscovery) -> AsyncIterator[Callable[..., obje
                         return records
                 raise AssertionError("the watch ended")
 
-            return await within(look())
+            # A process that imports vLLM first may take its time.
+            return await within(look(), 120.0)
 
         yield until
 
