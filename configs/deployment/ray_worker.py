@@ -34,6 +34,7 @@ class RayWorker:
 
         self._host = ray.util.get_node_ip_address()
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._stopping = False
         arguments = reachable(arguments, self._host)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "workers", *arguments],
@@ -67,8 +68,6 @@ class RayWorker:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-
-    _stopping = False
 
     def _follow(self) -> None:
         """Keep the last lines; Ray gathers what actors print as their log."""
