@@ -34,6 +34,6 @@ RUN python -m venv .venv \
     && .venv/bin/python -m pip install --editable '.[gpu]'
 ENV PATH=/foveal/.venv/bin:$PATH
 EXPOSE 8000
-# A worker is the same image with:
-#   --gpus 1 foveal:gpu python -m workers --config configs/worker-gpu.yaml
-CMD ["python", "-m", "frontend", "--config", "configs/frontend-gpu.yaml", "--http-host", "0.0.0.0"]
+# One host with two GPUs: --gpus 2. On several, configs/multi-node-nixl.yaml, and behind it
+# "--only frontend" or "--only workers".
+CMD ["foveal", "up", "configs/single-node-shm.yaml", "--host", "0.0.0.0"]

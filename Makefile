@@ -13,7 +13,7 @@ SOURCES := configs frontend transfer workers tests benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test unit check clean
+.PHONY: help install serve test unit check clean docs-flags system-packages
 .PHONY: bench-embed bench-path bench-preprocess bench-replay bench-router bench-serve
 .PHONY: bench-transfer chaos soak
 
@@ -23,7 +23,7 @@ help: ## List what can be made
 install: $(INSTALLED) ## Make .venv (the others do it when needed)
 
 serve: $(INSTALLED) ## Serve a tiny model on two CPU workers (PORT=8000 HOST=127.0.0.1)
-	@exec $(BIN)/python -m configs.demo.serve --host $(HOST) --port $(PORT)
+	@exec $(BIN)/foveal up configs/demo-cpu.yaml --host $(HOST) --port $(PORT)
 
 test: check ## Everything: check, then all tests, real engines included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -35,7 +35,7 @@ check: $(INSTALLED) ## Style, types, Dockerfile and shell script
 	$(BIN)/ruff check $(wildcard $(SOURCES))
 	$(BIN)/mypy
 	$(BIN)/hadolint Dockerfile
-	$(BIN)/shellcheck .ci/run
+	$(BIN)/shellcheck .ci/run $(REQUIREMENTS)/system-packages
 
 bench-embed: $(INSTALLED) ## Measure what sharing encoder outputs spares
 	@$(BIN)/python -m benchmarks.embed
@@ -66,8 +66,15 @@ SOAK_ARGS ?=
 soak: $(INSTALLED) ## 30 minutes of distinct pictures: does memory stop growing? (SOAK_ARGS)
 	@$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 
+docs-flags: $(INSTALLED) ## Write docs/flags.md anew, from the settings
+	@$(BIN)/python -m configs.reference > docs/flags.md
+
+# Tests that need one of them and do not find it are skipped, and say so.
+system-packages: ## Install etcd and Chromium for the tests, where apt and root allow it
+	@./configs/requirements/system-packages
+
 clean: ## Remove .venv, the demo's files and caches
-	rm -rf $(VENV) .demo build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .demo .foveal build foveal.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find $(wildcard $(SOURCES)) -name __pycache__ -prune -exec rm -rf {} +
 
 # uv, because pip may take another build of torch than the one torchvision is made for.
@@ -82,5 +89,5 @@ $(INSTALLED): pyproject.toml $(REQUIREMENTS)/constraints.txt $(REQUIREMENTS)/ove
 	@$(BIN)/uv pip install --python $(BIN)/python --compile-bytecode \
 	  --constraint $(REQUIREMENTS)/constraints.txt \
 	  --override $(REQUIREMENTS)/overrides.txt \
-	  --editable '.[cpu,test]'
+	  --editable '.[cpu,ray,test]'
 	@touch $@

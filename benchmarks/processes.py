@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 
 from benchmarks.client import BadAnswer, Client
 from configs.demo.checkpoint import write_checkpoint
-from configs.demo.children import Child, stop_all
+from configs.deployment.children import Child, stop_all
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / ".demo" / "checkpoint"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 RouterMode = Literal["kv", "round-robin", "random", "least-loaded"]
+LogFormat = Literal["text", "json"]
 TransferMode = Literal["auto", "shm", "nixl", "inline"]
 
 
@@ -38,10 +39,17 @@ class DiscoverySettings(_Settings):
         "XDG_RUNTIME_DIR or the temporary directory).",
         env="FOVEAL_REGISTRY",
     )
+    discovery: Annotated[str, Field(pattern=r"^etcds?://\S+$")] | None = setting(
+        None,
+        "etcd in which workers on any host announce themselves, instead of the registry "
+        "directory: etcd://host:port[,host:port], etcd://user:password@..., etcds:// for "
+        "TLS.",
+        env="FOVEAL_DISCOVERY",
+    )
     mm_identity_seed_file: Path | None = setting(
         None,
         "File with the secret seed of image identities, the same for a whole deployment "
-        "(default: made once in the registry directory).",
+        "(default: made once, in the registry directory or in etcd).",
         env="FOVEAL_MM_IDENTITY_SEED_FILE",
     )
     secure_keys: Path | None = setting(
@@ -49,6 +57,9 @@ class DiscoverySettings(_Settings):
         "Directory of keys made by python -m transfer.make_keys: requests and KV events "
         "over TCP are encrypted, and only between holders of these keys.",
         env="FOVEAL_SECURE_KEYS",
+    )
+    log_format: LogFormat = setting(
+        "text", "Log lines for people, or one JSON object each.", env="FOVEAL_LOG_FORMAT"
     )
 
 

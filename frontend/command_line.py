@@ -14,6 +14,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from configs.flags import BadSetting, add_flags, read_settings
+from configs.logs import use_json_config
 from configs.schema import FrontendConfig
 
 LOOPBACK = "127.0.0.1"
@@ -54,6 +55,8 @@ def parse(arguments: Sequence[str]) -> tuple[FrontendConfig, argparse.Namespace]
         validate_parsed_serve_args(args)
     except (TypeError, ValueError) as error:
         raise BadSetting(str(error).removeprefix("Error: ")) from error
+    if settings.log_format == "json":
+        use_json_config(args, os.environ)
     # vLLM's flags for the same two come before our environment variables.
     unset = args.port == parser.get_default("port")
     if settings.http_port is not None and (unset or args.http_port is not None):

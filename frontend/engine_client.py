@@ -30,6 +30,7 @@ from frontend.encode_workers import EncodeWorkers
 from frontend.in_flight import InFlight
 from frontend.index_sweeper import IndexSweeper
 from frontend.kv_checks import KvChecks
+from frontend.log_lines import log_routed
 from frontend.metrics import FrontendMetrics
 from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import current_receipt
@@ -171,6 +172,7 @@ class RoutedEngineClient(AdminCalls):
             identify(request, self._cache, self._embeddings)
         await self._have_encoded(request)
         routed = await self.requests.add(request)
+        log_routed(routed)
         self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
             receipt.routed.append(routed)

@@ -170,7 +170,7 @@ class InFlight:
         route, transfer = self._route_and_send(request, earlier.worker if earlier else None)
         return Routed(
             route.worker, route.overlap_blocks, route.prompt_blocks, transfer,
-            route.images.held, route.images.needed,
+            route.images.held, route.images.needed, request.request_id,
         )
 
     def abort(self, request_ids: list[str]) -> None:

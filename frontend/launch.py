@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.logs import early_log_format, have_vllm_log_json, show_logs
+
 
 def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
     """Serve until told to stop; returns the exit status.
@@ -23,6 +25,9 @@ def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
     # A frontend runs no model. Told so, vLLM's CUDA build works on hosts without a GPU
     # and this process never touches one. vLLM reads it when it is imported.
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    log_format = early_log_format(arguments, os.environ)
+    if log_format == "json":
+        have_vllm_log_json(os.environ)
     # Ours (frontend/media/connector.py), unless the operator has chosen one.
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", "foveal")
     # It would have vLLM unpickle what clients send to its token-in endpoint.
@@ -32,7 +37,6 @@ def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     from configs.flags import BadSetting
-    from configs.logs import show_logs
     from frontend.command_line import parse
     from frontend.port import reserved
     from frontend.server import serve
@@ -41,9 +45,10 @@ def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
     from transfer.errors import TransferError
 
     cli_env_setup()
-    show_logs("frontend")
+    show_logs("frontend", log_format)
     try:
         settings, args = parse(arguments)
+        show_logs("frontend", settings.log_format)
         if settings.frontends == 1 or siblings is not None:
             # Until vLLM's server listens for it: unwind, so that nothing is left behind.
             signal.signal(signal.SIGTERM, _interrupt)

@@ -2,6 +2,7 @@
 
 Headers, one value per engine request in the order of routing:
 
+- ``x-foveal-request-id``: its name in the logs of frontend and worker;
 - ``x-foveal-worker``: the worker;
 - ``x-foveal-overlap-blocks``: leading prompt blocks its KV cache held;
 - ``x-foveal-prompt-blocks``: full blocks of the prompt;
@@ -19,6 +20,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MOST_SHOWN = 32
 """Clients and proxies refuse long headers, and one HTTP request may make hundreds."""
+LONGEST_ID = 96
+"""Characters."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,16 @@ class Routed:
     transfer: str
     embeddings_held: int = 0
     embeddings_needed: int = 0
+    request_id: str = ""
+
+    @property
+    def plain_id(self) -> str:
+        """The request's name as it may stand in a header and in a line of a log.
+
+        Clients may have a say in it: nothing in it may end a line, or a value in a list.
+        """
+        plain = (c if "!" <= c <= "~" and c != "," else "?" for c in self.request_id)
+        return "".join(plain)[:LONGEST_ID]
 
 
 @dataclass
@@ -46,6 +59,7 @@ class Receipt:
             return []
         shown = self.routed[:MOST_SHOWN]
         columns = {
+            "x-foveal-request-id": [r.plain_id for r in shown],
             "x-foveal-worker": [r.worker for r in shown],
             "x-foveal-overlap-blocks": [str(r.overlap_blocks) for r in shown],
             "x-foveal-prompt-blocks": [str(r.prompt_blocks) for r in shown],

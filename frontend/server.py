@@ -54,12 +54,12 @@ from frontend.worker_pool import WorkerPool
 from transfer.access import frontend_access
 from transfer.arena import Arena
 from transfer.arena_file import sweep_dead_arenas
+from transfer.discovery import open_discovery, seed_of
 from transfer.embeddings.home import EmbeddingHome, sweep_dead_homes
 from transfer.engine_facts import shared_facts
 from transfer.errors import TransferError
-from transfer.identity import IdentityHasher, load_or_create_seed
+from transfer.identity import IdentityHasher
 from transfer.messages import PROTOCOL_VERSION, Hello
-from transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -84,12 +84,12 @@ async def serve(
         listen_address, sock = setup_server(args, reuse_port=settings.frontends > 1)
     except OSError as error:
         raise BadSetting(f"cannot listen on port {args.port}: {error.strerror}") from error
-    registry = Registry(settings.registry, settings.namespace)
+    registry = open_discovery(settings.discovery, settings.registry, settings.namespace)
     access = frontend_access(settings.secure_keys)
     config = frontend_config(args)
     if config.model_config.runner_type != "generate":
         raise BadSetting(f"{args.model} does not generate text; only such models are routed")
-    seed = load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path)
+    seed = seed_of(registry, settings.mm_identity_seed_file)
     hasher = IdentityHasher(seed, settings.mm_identity_hash)
     url_cache = UrlCache(int(settings.mm_url_cache_gb * GIB))
     url_policy = UrlPolicy(
@@ -167,6 +167,7 @@ async def serve(
             arena.close()
         if home is not None:
             home.leave()
+        registry.close()
 
 
 def _join_embeddings(seed: bytes, namespace: str) -> EmbeddingHome | None:

@@ -21,6 +21,7 @@ import zmq
 
 from frontend.nixl_offers import NixlOffers
 from transfer.access import Access
+from transfer.discovery import Discovery
 from transfer.errors import BadMessage, TransferError
 from transfer.link import HEARTBEAT_SECONDS, FrontendLink, KvSubscriber
 from transfer.messages import (
@@ -40,7 +41,7 @@ from transfer.messages import (
 )
 from transfer.process import wants_to_run
 from transfer.process_watch import ProcessWatch, watch_process
-from transfer.registry import Registry, WorkerRecord
+from transfer.registry import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class WorkerPool:
     def __init__(
         self,
         hello: Hello,
-        registry: Registry,
+        registry: Discovery,
         addresses: Sequence[str],
         expected: Mapping[str, object],
         events: PoolEvents,

@@ -9,7 +9,8 @@ TransferError
 ├── ReadFailed       a READ from another process came to nothing
 ├── BadMessage       bytes that are not a message of ours
 ├── BadKeys          the keys of --secure-keys cannot be used
-└── BadSeed          the secret seed of identities cannot be used
+├── BadSeed          the secret seed of identities cannot be used
+└── EtcdUnavailable  etcd does not answer, or refuses
 """
 
 
@@ -51,3 +52,7 @@ class BadKeys(TransferError):
 
 class BadSeed(TransferError):
     """The file of the seed is open to others, or does not hold one."""
+
+
+class EtcdUnavailable(TransferError):
+    """No endpoint of the etcd cluster answers, or it refuses a call."""

@@ -26,6 +26,7 @@ import msgspec
 import watchfiles
 
 from transfer.errors import TransferError
+from transfer.identity import load_or_create_seed
 from transfer.messages import WorkerFacts
 from transfer.process import is_alive, process_start_time, same_host_key
 
@@ -68,6 +69,17 @@ class Registry:
     @property
     def seed_path(self) -> Path:
         return self.path / "identity-seed"
+
+    def shared_seed(self) -> bytes:
+        """The namespace's secret seed of image identities, made by whoever comes first.
+
+        Raises:
+            BadSeed, OSError: it cannot be used, or not be made.
+        """
+        return load_or_create_seed(self.seed_path)
+
+    def close(self) -> None:
+        """Nothing is held open; discovery by etcd has something to do here."""
 
     def socket_directory(self, worker: str) -> Path:
         """Make and return the directory for a worker's sockets.

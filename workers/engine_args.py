@@ -24,6 +24,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from configs.flags import BadSetting, add_flags, read_settings, sentence_of
+from configs.logs import use_json_config
 from configs.schema import WorkerConfig
 from transfer.block_hash_root import root_hash_of
 from transfer.engine_facts import shared_facts
@@ -49,7 +50,15 @@ def parse(arguments: Sequence[str]) -> tuple[WorkerConfig, argparse.Namespace]:
     add_flags(parser, WorkerConfig)
     AsyncEngineArgs.add_cli_args(parser)
     args = parser.parse_args(list(arguments))
-    return read_settings(WorkerConfig, args, os.environ), args
+    settings = read_settings(WorkerConfig, args, os.environ)
+    if settings.discovery is not None and settings.port is None:
+        raise BadSetting(
+            "--discovery is for frontends on other hosts: give --host and --port, too, for "
+            "them to reach this worker (--port 0 takes any that is free)"
+        )
+    if settings.log_format == "json":
+        use_json_config(args, os.environ)
+    return settings, args
 
 
 def engine_config(

@@ -32,10 +32,11 @@ from vllm.v1.executor import Executor
 from configs.flags import BadSetting
 from configs.schema import WorkerConfig
 from transfer.access import Access, Authenticator, worker_access
-from transfer.identity import IdentityHasher, load_or_create_seed
+from transfer.discovery import Discovery, announced_address, open_discovery, seed_of
+from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
-from transfer.registry import Registry, WorkerRecord, this_process
+from transfer.registry import WorkerRecord, this_process
 from workers.draining import StopSignals, drain
 from workers.embedding_cache import HostEmbeddings, connector_config, open_embeddings
 from workers.engine_args import engine_config, facts_of
@@ -60,7 +61,7 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
     Raises:
         BadSetting, TransferError: the settings cannot work; the text says why.
     """
-    registry = Registry(settings.registry, settings.namespace)
+    registry = open_discovery(settings.discovery, settings.registry, settings.namespace)
     access = worker_access(settings.secure_keys, insecure=settings.insecure)
     if settings.port is not None:
         access.check(f"tcp://{settings.host}:{settings.port}")  # before the engine loads
@@ -69,7 +70,7 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
     embeddings: HostEmbeddings | None = None
     try:
         config = engine_config(args, sockets, connector_config(settings))
-        seed = load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path)
+        seed = seed_of(registry, settings.mm_identity_seed_file)
         fingerprint = IdentityHasher(seed, "xxh3_128").fingerprint
         embeddings = open_embeddings(settings, config, seed)
         engine = _start_engine(config, sockets)
@@ -87,6 +88,7 @@ def run_worker(settings: WorkerConfig, args: argparse.Namespace) -> int:
         if embeddings is not None:
             embeddings.leave()
         registry.withdraw(worker)
+        registry.close()
 
 
 def _start_engine(config: VllmConfig, sockets: Path) -> AsyncMPClient:
@@ -125,7 +127,7 @@ def _interrupt(*_: object) -> None:
 
 async def _serve(
     settings: WorkerConfig,
-    registry: Registry,
+    registry: Discovery,
     access: Access,
     worker: str,
     sockets: Path,
@@ -195,8 +197,8 @@ async def _serve(
     pid, start_time, host = this_process()
     registry.announce(
         WorkerRecord(
-            worker=worker, address=link.address, pid=pid, start_time=start_time,
-            host=host, facts=facts,
+            worker=worker, address=announced_address(link.address, settings.discovery),
+            pid=pid, start_time=start_time, host=host, facts=facts,
         )
     )
     logger.info("worker %s is ready on %s", worker, link.address)

@@ -17,7 +17,7 @@ import zmq
 
 from benchmarks.metrics import CannotMeasure
 from benchmarks.transfer.endpoint import Order, Result
-from configs.demo.children import Child, stop_all
+from configs.deployment.children import Child, stop_all
 
 ROOT = Path(__file__).parent.parent.parent
 SHM = Path("/dev/shm")

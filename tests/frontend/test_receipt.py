@@ -28,7 +28,7 @@ def body(data: bytes = b"", more: bool = False) -> Message:
 def route(worker: str = "w", overlap: int = 3, prompt: int = 5, transfer: str = "shm") -> None:
     receipt = current_receipt.get()
     assert receipt is not None
-    receipt.routed.append(Routed(worker, overlap, prompt, transfer, 1, 2))
+    receipt.routed.append(Routed(worker, overlap, prompt, transfer, 1, 2, f"id-{worker}"))
 
 
 async def run(app: ASGIApp, kind: str = "http", method: str = "POST") -> list[Message]:
@@ -53,6 +53,7 @@ async def test_a_response_says_where_it_was_computed() -> None:
     begin, end = await run(app)
     assert begin["headers"] == [
         (b"content-type", b"text/plain"),
+        (b"x-foveal-request-id", b"id-w"),
         (b"x-foveal-worker", b"w"),
         (b"x-foveal-overlap-blocks", b"3"),
         (b"x-foveal-prompt-blocks", b"5"),
@@ -160,6 +161,7 @@ async def test_several_engine_requests_stand_side_by_side() -> None:
 
     (begin, _) = await run(app)
     assert dict(begin["headers"]) == {
+        b"x-foveal-request-id": b"id-a,id-b",
         b"x-foveal-worker": b"a,b",
         b"x-foveal-overlap-blocks": b"1,2",
         b"x-foveal-prompt-blocks": b"4,5",
@@ -234,3 +236,9 @@ async def test_each_request_has_a_receipt_of_its_own_that_its_tasks_inherit() ->
     one, other = await asyncio.gather(run(app_for("a")), run(app_for("b")))
     assert (b"x-foveal-worker", b"a") in one[0]["headers"]
     assert (b"x-foveal-worker", b"b") in other[0]["headers"]
+
+
+async def test_a_name_that_a_client_chose_cannot_end_a_header() -> None:
+    routed = Routed("w", 0, 0, "none", "chatcmpl-a\r\nset-cookie: x,\u00e9" + "y" * 1000)
+    assert routed.plain_id.startswith("chatcmpl-a??set-cookie:?x??yyy")
+    assert len(routed.plain_id) == 96

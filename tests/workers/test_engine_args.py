@@ -9,12 +9,16 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from configs.demo.checkpoint import write_checkpoint
+from configs.deployment.commands import on_node, worker_commands
+from configs.deployment.reading import read_deployment
 from configs.flags import BadSetting
+from configs.logs import JSON_CONFIG
+from configs.schema import WorkerConfig
 from transfer.block_hash_root import root_hash_of
 from workers.engine_args import WORKER_CLASSES, engine_config, facts_of, parse
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "configs" / "worker-gpu.yaml", ROOT / "configs" / "demo" / "worker.yaml"]
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +36,8 @@ def config_of(*arguments: str) -> VllmConfig:
 @pytest.fixture(scope="module")
 def config(checkpoint: Path) -> VllmConfig:
     return config_of(
-        "--model", str(checkpoint), "--config", str(ROOT / "configs/demo/worker.yaml")
+        "--model", str(checkpoint), "--dtype", "float32", "--block-size", "32",
+        "--max-model-len", "8192", "--max-num-seqs", "16", "--enforce-eager",
     )
 
 
@@ -42,12 +47,40 @@ def test_flags_of_both_are_taken() -> None:
     assert (args.model, args.max_num_seqs) == ("m", 7)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
-def test_the_shipped_files_are_understood(file: Path) -> None:
-    settings, args = parse(["--config", str(file), "--port", "1"])
-    assert settings.namespace in ("qwen", "demo")
-    assert settings.port == 1
-    assert args.dtype in ("bfloat16", "float32")
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
+def test_the_shipped_deployments_are_understood(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = read_deployment(file).deployment
+    needed = {"secure_keys": deployment.security.secure_keys,
+              "insecure": deployment.security.insecure}
+    for name in (name for name, wanted in needed.items() if wanted):
+        if name not in WorkerConfig.model_fields:
+            pytest.skip(f"NO {name} yet")
+    for command in worker_commands(deployment, None):
+        if deployment.launcher == "ray":
+            command = on_node(command, "127.0.0.1")
+        for name, value in command.environment.items():
+            monkeypatch.setenv(name, value)
+        settings, args = parse(command.arguments)
+        assert settings.discovery == deployment.discovery
+        assert settings.namespace in ("qwen", "demo")
+        assert args.model == deployment.model
+        assert args.dtype in ("bfloat16", "float32")
+
+
+def test_with_etcd_a_worker_needs_a_port() -> None:
+    with pytest.raises(BadSetting, match="give --host and --port, too"):
+        parse(["--model", "m", "--discovery", "etcd://h:1"])
+    settings, _ = parse(["--model", "m", "--discovery", "etcd://h:1", "--port", "0"])
+    assert settings.discovery == "etcd://h:1"
+
+
+def test_json_logs_are_vllms_too() -> None:
+    _, args = parse(["--model", "m", "--log-format", "json"])
+    assert args.log_config_file == str(JSON_CONFIG)
+    _, args = parse(["--model", "m"])
+    assert getattr(args, "log_config_file", None) != str(JSON_CONFIG)
 
 
 def test_a_bad_value_of_ours_names_the_flag() -> None:

@@ -23,10 +23,11 @@ import zmq.asyncio
 from configs.flags import BadSetting
 from configs.schema import WorkerConfig
 from transfer.access import Access, Authenticator, worker_access
-from transfer.identity import IdentityHasher, load_or_create_seed
+from transfer.discovery import Discovery, announced_address, open_discovery, seed_of
+from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
-from transfer.registry import Registry, WorkerRecord, this_process
+from transfer.registry import WorkerRecord, this_process
 from workers.draining import StopSignals, drain
 from workers.engine_args import engine_config, facts_of
 from workers.frontends import Frontends
@@ -60,7 +61,7 @@ def run_mock_workers(settings: WorkerConfig, args: argparse.Namespace) -> int:
     Raises:
         BadSetting, TransferError: the settings cannot work; the text says why.
     """
-    registry = Registry(settings.registry, settings.namespace)
+    registry = open_discovery(settings.discovery, settings.registry, settings.namespace)
     access = worker_access(settings.secure_keys, insecure=settings.insecure)
     if settings.port is not None:
         access.check(f"tcp://{settings.host}:{settings.port}")
@@ -73,8 +74,7 @@ def run_mock_workers(settings: WorkerConfig, args: argparse.Namespace) -> int:
             config.cache_config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS
         )
         fingerprint = IdentityHasher(
-            load_or_create_seed(settings.mm_identity_seed_file or registry.seed_path),
-            "xxh3_128",
+            seed_of(registry, settings.mm_identity_seed_file), "xxh3_128"
         ).fingerprint
         facts = facts_of(config, fingerprint, engine="mock")
         logger.warning("%d mock workers: answers are made up, not computed", len(names))
@@ -82,11 +82,12 @@ def run_mock_workers(settings: WorkerConfig, args: argparse.Namespace) -> int:
     finally:
         for name in names:
             registry.withdraw(name)
+        registry.close()
 
 
 async def _serve(
     settings: WorkerConfig,
-    registry: Registry,
+    registry: Discovery,
     access: Access,
     sockets: dict[str, Path],
     facts: WorkerFacts,
@@ -169,6 +170,7 @@ class MockWorker:
             settings.mock_speed,
         )
         client, inputs = cast("AsyncMPClient", self.engine), cast("EngineInputs", self.engine)
+        self.address = announced_address(self.link.address, settings.discovery)
         epoch = secrets.token_hex(8)
         ready = Ready(
             worker=name, facts=facts, epoch=epoch, kv_address=self.kv_publisher.address,
@@ -208,7 +210,7 @@ class MockWorker:
         """What the registry shows of it."""
         pid, start_time, host = this_process()
         return WorkerRecord(
-            worker=self.name, address=self.link.address, pid=pid, start_time=start_time,
+            worker=self.name, address=self.address, pid=pid, start_time=start_time,
             host=host, facts=self.facts,
         )
 

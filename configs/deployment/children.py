@@ -22,12 +22,19 @@ class Child:
     """A running command with its log file."""
 
     def __init__(
-        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        append: bool = False,
     ) -> None:
+        """``append`` keeps what the log holds already."""
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as output:
+        with log.open("ab" if append else "wb") as output:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -35,13 +42,18 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
                 start_new_session=True,
-                preexec_fn=_end_with(os.getpid(), ctypes.CDLL(None)),
+                preexec_fn=end_with_parent(),
             )
         self.pid = self._process.pid
 
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """Its exit status, a negative signal number; None while it runs."""
+        return self._process.poll()
 
     def how_it_ended(self) -> str:
         code = self._process.poll()
@@ -88,8 +100,11 @@ def stop_all(
     return stubborn
 
 
-def _end_with(parent: int, libc: ctypes.CDLL) -> Callable[[], None]:
+def end_with_parent() -> Callable[[], None]:
+    """A ``preexec_fn`` that has the kernel end a child with the thread that starts it."""
     # The library is loaded by the parent: little is safe between fork and exec.
+    parent, libc = os.getpid(), ctypes.CDLL(None)
+
     def before_exec() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
