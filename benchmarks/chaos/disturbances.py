@@ -20,7 +20,7 @@ PAUSES = (1.0, 4.0, 13.0)
 CUTS = (1.0, 6.0)
 END_SECONDS = 60.0
 """How long a process may take to end when it is told to."""
-UNITED_SECONDS = 90.0
+NEVER_SECONDS = 90.0
 """How long a client may take to recover before that is called never."""
 
 
@@ -128,7 +128,7 @@ class Disturber:
     async def _watch(self, client: Client, member: Member, killed: float) -> None:
         """Write down when ``client``'s next request ends well."""
         known = len(client.successes)
-        while len(client.successes) == known and now() - killed < UNITED_SECONDS:
+        while len(client.successes) == known and now() - killed < NEVER_SECONDS:
             await asyncio.sleep(0.02)
         kind = member.name.partition("-")[0]
         self.recoveries.append(Recovery(kind, now() - killed))
