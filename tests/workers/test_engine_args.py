@@ -15,6 +15,7 @@ from configs.flags import BadSetting
 from configs.logs import JSON_CONFIG
 from configs.schema import WorkerConfig
 from transfer.block_hash_root import root_hash_of
+from workers.embedding_cache import connector_config
 from workers.engine_args import WORKER_CLASSES, engine_config, facts_of, parse
 
 ROOT = Path(__file__).parents[2]
@@ -139,3 +140,26 @@ def test_a_worker_states_what_frontends_must_agree_on(
     assert facts.encoder_cache_tokens > 1000
     assert facts.identity_seed_fingerprint == "fingerprint"
     assert (facts.lora, facts.reasoning_parser, facts.revision) == ("", "", "")
+
+
+def test_an_encode_worker_loads_no_language_model(checkpoint: Path) -> None:
+    settings, args = parse([
+        "--model", str(checkpoint), "--config", str(ROOT / "configs/demo/worker.yaml"),
+        "--role", "encode", "--multimodal-embedding-cache-capacity-gb", "1",
+    ])
+    config = engine_config(args, Path("/tmp/sockets"), connector_config(settings))
+    assert config.is_mm_encoder_only
+    assert facts_of(config, "").role == "encode"
+
+
+def test_a_worker_that_shares_outputs_generates(checkpoint: Path) -> None:
+    settings, args = parse([
+        "--model", str(checkpoint), "--config", str(ROOT / "configs/demo/worker.yaml"),
+        "--multimodal-embedding-cache-capacity-gb", "1",
+    ])
+    config = engine_config(args, Path("/tmp/sockets"), connector_config(settings))
+    assert not config.is_mm_encoder_only
+    assert facts_of(config, "").role == "generate"
+    args.ec_transfer_config = config.ec_transfer_config
+    with pytest.raises(BadSetting, match="give one of them"):
+        engine_config(args, Path("/tmp/sockets"), connector_config(settings))
