@@ -37,7 +37,7 @@ def write_checkpoint(family: Family, directory: Path) -> Path:
     if (target / STAMP).is_file() and (target / STAMP).read_text() == wanted:
         return target
     # These import torch and transformers' models, which takes longer than the rest.
-    from tests.families.recipes.parts import random_model
+    from tests.families.recipes.parts import save
 
     module, _, function = family.recipe.partition(".")
     recipes = importlib.import_module(f"tests.families.recipes.{module}")
@@ -45,12 +45,7 @@ def write_checkpoint(family: Family, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=directory) as work:
         fresh = Path(work) / "fresh"
-        model = random_model(parts)
-        model.config.architectures = [type(model).__name__]
-        model.save_pretrained(fresh)
-        parts.processor.save_pretrained(fresh)
-        for name, text in parts.files.items():
-            (fresh / name).write_text(text)
+        save(parts, fresh)
         (fresh / STAMP).write_text(wanted)
         shutil.rmtree(target, ignore_errors=True)
         fresh.rename(target)

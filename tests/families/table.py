@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -15,8 +17,8 @@ class Family:
     """Module and function below ``tests.families.recipes``."""
     modalities: tuple[str, ...] = ("image",)
     kind: str = "vision-language"
-    flags: tuple[str, ...] = ()
-    """Flags that plain vLLM, frontend and worker all need."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that its engines need besides those of all."""
     no_reuse: str = ""
     """Why the engine reuses no part of a prompt; empty where it does."""
     no_engine: str = ""

@@ -49,6 +49,7 @@ from tests.families.recipes.parts import (
     text_config,
 )
 
+TOWER = ((r"^vision_tower\.", "vision_tower.vision_model."),)
 IMAGE, VIDEO = "<image>", "<video>"
 
 
@@ -86,7 +87,7 @@ def llava_1_5() -> Parts:
         num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     )
-    return Parts(config, LlavaForConditionalGeneration, processor)
+    return Parts(config, LlavaForConditionalGeneration, processor, TOWER)
 
 
 PINPOINTS = [[112, 224], [224, 112], [224, 224]]
@@ -114,7 +115,7 @@ def llava_next() -> Parts:
         num_additional_image_tokens=1,
         chat_template=tokenizer.chat_template,
     )
-    return Parts(config, LlavaNextForConditionalGeneration, processor)
+    return Parts(config, LlavaNextForConditionalGeneration, processor, TOWER)
 
 
 def llava_onevision() -> Parts:
@@ -140,7 +141,7 @@ def llava_onevision() -> Parts:
         vision_feature_select_strategy="full",
         chat_template=tokenizer.chat_template,
     )
-    return Parts(config, LlavaOnevisionForConditionalGeneration, processor)
+    return Parts(config, LlavaOnevisionForConditionalGeneration, processor, TOWER)
 
 
 def gemma3() -> Parts:
@@ -150,6 +151,7 @@ def gemma3() -> Parts:
         extra_special_tokens={
             "boi_token": special[0], "eoi_token": special[1], "image_token": special[2]
         },
+        plain=["\n" * count for count in range(1, 5)],
     )
     ids = ids_of(tokenizer)
     config = Gemma3Config(
@@ -169,7 +171,10 @@ def gemma3() -> Parts:
         image_seq_length=16,
         chat_template=tokenizer.chat_template,
     )
-    return Parts(config, Gemma3ForConditionalGeneration, processor)
+    return Parts(
+        config, Gemma3ForConditionalGeneration, processor, TOWER,
+        embedding=HIDDEN**-0.5,  # the model multiplies it by the inverse
+    )
 
 
 def internvl() -> Parts:
@@ -268,7 +273,7 @@ def lfm2_vl() -> Parts:
             "model_type": "lfm2",
             **text_config(
                 ids, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2,
-                block_ff_dim=2 * HIDDEN, block_auto_adjust_ff_dim=False,
+                block_ff_dim=2 * HIDDEN, block_dim=HIDDEN, conv_dim=HIDDEN, block_auto_adjust_ff_dim=False,
             ),
         },
         vision_config={

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -44,9 +47,15 @@ def chat_template(shown: Mapping[str, str]) -> str:
 
 
 def byte_tokenizer(
-    special: Sequence[str], shown: Mapping[str, str], **named: Any
+    special: Sequence[str],
+    shown: Mapping[str, str],
+    plain: Sequence[str] = (),
+    **named: Any,
 ) -> PreTrainedTokenizerFast:
-    """One token per byte, and the special ones; ``named`` gives some of them names."""
+    """One token per byte, and the special and plain ones.
+
+    ``named`` gives some of them names.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate(alphabet)}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -56,6 +65,7 @@ def byte_tokenizer(
         AddedToken(token, special=True, normalized=False)
         for token in dict.fromkeys((PAD, BEGIN, END, *special))
     ])
+    inner.add_tokens([AddedToken(token, normalized=False) for token in plain])
     return PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token=PAD,
@@ -117,6 +127,13 @@ class Parts:
     config: Any
     model_class: Any
     processor: Any
+    renamed: Sequence[tuple[str, str]] = ()
+    """Pattern and replacement for names of weights, where transformers saves them under
+    other names than published checkpoints have."""
+    transposed: str = ""
+    """Pattern of names of weights that published checkpoints have the other way round."""
+    embedding: float = 1.0
+    """Spread of the token embedding; where it is the output layer too, less will do."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Further files of the checkpoint, by name."""
 
@@ -132,8 +149,35 @@ def random_model(parts: Parts) -> Any:
             if weight.dim() < 2 and ("norm" in name or "ln" in name or "scale" in name):
                 weight.fill_(0.0 if name.endswith(".bias") else 1.0)
             else:
-                weight.normal_(0.0, _spread(name, weight), generator=rng)
+                spread = _spread(name, weight)
+                if name.endswith("embed_tokens.weight"):
+                    spread = parts.embedding
+                weight.normal_(0.0, spread, generator=rng)
     return model
+
+
+def save(parts: Parts, target: Path) -> None:
+    """Write the checkpoint: weights, configuration, tokenizer and processor."""
+    model = random_model(parts)
+    model.config.architectures = [type(model).__name__]
+    model.save_pretrained(target)
+    parts.processor.save_pretrained(target)
+    if parts.renamed or parts.transposed:
+        file = target / "model.safetensors"
+        weights = {}
+        for name, weight in load_file(file).items():
+            if parts.transposed and re.search(parts.transposed, name):
+                weight = weight.transpose(-1, -2).contiguous()
+            weights[_renamed(name, parts.renamed)] = weight
+        save_file(weights, file, {"format": "pt"})
+    for name, text in parts.files.items():
+        (target / name).write_text(text)
+
+
+def _renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
+    for pattern, replacement in patterns:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _spread(name: str, weight: torch.Tensor) -> float:

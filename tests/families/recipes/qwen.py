@@ -147,7 +147,10 @@ def qwen3_vl_moe() -> Parts:
         vision_config=_qwen3_vision(),
         **_vision_ids(ids),
     )
-    return Parts(config, Qwen3VLMoeForConditionalGeneration, _qwen3_processor(tokenizer))
+    return Parts(
+        config, Qwen3VLMoeForConditionalGeneration, _qwen3_processor(tokenizer),
+        transposed=r"\.experts\.",
+    )
 
 
 def qwen2_audio() -> Parts:
@@ -169,4 +172,5 @@ def qwen2_audio() -> Parts:
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
     )
-    return Parts(config, Qwen2AudioForConditionalGeneration, processor)
+    renamed = [(r"^language_model\.model\.model\.", "language_model.model.")]
+    return Parts(config, Qwen2AudioForConditionalGeneration, processor, renamed)
