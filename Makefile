@@ -13,7 +13,7 @@ SOURCES := configs frontend transfer workers tests benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test unit check clean
+.PHONY: help install serve test unit matrix check clean
 .PHONY: bench-path bench-preprocess bench-replay bench-router bench-transfer
 
 help: ## List what can be made
@@ -25,10 +25,14 @@ serve: $(INSTALLED) ## Serve a tiny model on two CPU workers (PORT=8000 HOST=127
 	@exec $(BIN)/python -m configs.demo.serve --host $(HOST) --port $(PORT)
 
 test: check ## Everything: check, then all tests, real engines included
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not matrix" $(PYTEST_ARGS)
 
 unit: $(INSTALLED) ## The tests that start no engine
 	$(BIN)/python -m pytest -m "not e2e" $(PYTEST_ARGS)
+
+matrix: $(INSTALLED) ## Every model family with every kind of media; writes docs/models.md
+	$(BIN)/python -m pytest tests/e2e/test_model_families.py $(PYTEST_ARGS)
+	$(BIN)/python -m tests.families.report
 
 check: $(INSTALLED) ## Style, types, Dockerfile and shell script
 	$(BIN)/ruff check $(wildcard $(SOURCES))

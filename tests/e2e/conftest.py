@@ -21,7 +21,8 @@ TRAP = Path(__file__).parent / "processor_trap"
 # The session's fleet is taken apart by the first of these, and gone in the others: never are
 # there more than three engines.
 LAST_MODULES = (
-    "test_shutdown_leaves_nothing.py", "test_discovery.py", "test_two_hosts.py"
+    "test_shutdown_leaves_nothing.py", "test_discovery.py", "test_two_hosts.py",
+    "test_adapters.py", "test_model_families.py",
 )
 
 

@@ -6,7 +6,6 @@ file from which ``python -m tests.families.report`` makes the table in docs/mode
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys

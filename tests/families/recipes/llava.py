@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    CLIPImageProcessor,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3ImageProcessor,
     Gemma3Processor,
+    GotOcr2ImageProcessor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
@@ -38,7 +40,6 @@ from transformers import (
     PixtralImageProcessor,
     PixtralProcessor,
 )
-from transformers import CLIPImageProcessor, GotOcr2ImageProcessor
 
 from tests.families.recipes.parts import (
     HIDDEN,
@@ -273,7 +274,8 @@ def lfm2_vl() -> Parts:
             "model_type": "lfm2",
             **text_config(
                 ids, num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2,
-                block_ff_dim=2 * HIDDEN, block_dim=HIDDEN, conv_dim=HIDDEN, block_auto_adjust_ff_dim=False,
+                block_ff_dim=2 * HIDDEN, block_dim=HIDDEN, conv_dim=HIDDEN,
+                block_auto_adjust_ff_dim=False,
             ),
         },
         vision_config={

@@ -30,7 +30,8 @@ TEMPLATE = """\
 {{%- endfor -%}}{{%- endif -%}}
 {{%- endmacro -%}}
 {{%- for message in messages -%}}
-{{{{- '{begin}' ~ message.role ~ '\\n' -}}}}{{{{- render(message.content) -}}}}{{{{- '{end}' -}}}}
+{{{{- '{begin}' ~ message.role ~ '\\n' -}}}}
+{{{{- render(message.content) -}}}}{{{{- '{end}' -}}}}
 {{%- endfor -%}}
 {{%- if add_generation_prompt -%}}{{{{- '{begin}assistant\\n' -}}}}{{%- endif -%}}
 """
@@ -187,9 +188,8 @@ def _spread(name: str, weight: torch.Tensor) -> float:
     if weight.dim() < 2:
         return 0.3
     gain = 1.0
-    if name.endswith(("q_proj.weight", "k_proj.weight")):
-        gain = 3.0
-    elif name.endswith(("o_proj.weight", "out_proj.weight", "lm_head.weight")):
+    choosy = ("q_proj.weight", "k_proj.weight")
+    if name.endswith((*choosy, "o_proj.weight", "out_proj.weight", "lm_head.weight")):
         gain = 3.0
     elif name.endswith("down_proj.weight"):
         gain = 2.0
