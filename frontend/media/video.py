@@ -69,14 +69,14 @@ def load_video(data: bytes, media_io: VideoMediaIO) -> Any:
 
 def _check_frames(data: bytes) -> None:
     """Read the header: what a frame decodes to may be far larger than the file."""
-    capture = cv2.VideoCapture(BytesIO(data), cv2.CAP_FFMPEG, [])
-    try:
-        if not capture.isOpened():
-            raise VLLMValidationError("Failed to load video: it cannot be opened")
-        width = int(capture.get(cv2.CAP_PROP_FRAME_WIDTH))
-        height = int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
-    finally:
-        capture.release()
+    stream = BytesIO(data)
+    # Never released: OpenCV would let go of the stream without holding the interpreter's
+    # lock, and crash if nobody else held it. It is closed when the object goes.
+    capture = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [])
+    if not capture.isOpened():
+        raise VLLMValidationError("Failed to load video: it cannot be opened")
+    width = int(capture.get(cv2.CAP_PROP_FRAME_WIDTH))
+    height = int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
     if width * height > envs.VLLM_MAX_IMAGE_PIXELS:
         raise VLLMValidationError(
             f"Failed to load video: frames of {width * height} pixels, where "

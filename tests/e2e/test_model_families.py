@@ -79,6 +79,10 @@ def plain_answers(
 def known(request: pytest.FixtureRequest, plain_answers: Path) -> Known:
     family: Family = request.param
     answers = read_answers(plain_answers, family)
+    if family.no_engine:
+        assert family.no_engine in answers["error"]
+        pytest.skip(f"vLLM's CPU build cannot run it, so NOT TESTED: {family.no_engine}")
+    assert "error" not in answers, answers["error"]
     return Known(family, CHECKPOINTS / family.name, answers)
 
 

@@ -43,6 +43,9 @@ def read(results: Path) -> Found:
 
 def line(family: Family, found: dict[str, dict[str, Any]]) -> str:
     """The table's line about one family."""
+    if family.no_engine:
+        empty = " |" * len(COLUMNS)
+        return f"| {family.title} | {family.kind} |{empty} not on CPU: {family.no_engine} |"
     cells = [_cell(family, column, found) for column in COLUMNS]
     reuse = _reuse(found)
     return f"| {family.title} | {family.kind} | {' | '.join(cells)} | {reuse} |"
@@ -69,7 +72,11 @@ def _reuse(found: dict[str, dict[str, Any]]) -> str:
 def table(found: Found) -> str:
     head = f"| family | language model | {' | '.join(COLUMNS)} | reused of repeated prompts |"
     rule = "|" + "---|" * (len(COLUMNS) + 3)
-    lines = [line(FAMILIES[name], found[name]) for name in FAMILIES if name in found]
+    lines = [
+        line(family, found.get(name, {}))
+        for name, family in FAMILIES.items()
+        if name in found or family.no_engine
+    ]
     return "\n".join([head, rule, *lines])
 
 
