@@ -26,23 +26,18 @@ PICTURES = "video/jpeg"
 MEBIBYTE = 1 << 20
 
 
-def load_video_data_url(url: str, media_io: VideoMediaIO) -> Any:
-    """What a data URL holds, decoded.
+def load_video_in_place(media_type: str, data: str, media_io: VideoMediaIO) -> Any:
+    """Decode what a data URL holds; ``data`` is in base64.
 
     Raises:
-        VLLMValidationError: it is no data URL, or no video; frames have too many pixels.
+        VLLMValidationError: it is no base64, or no video; frames have too many pixels.
         VLLMUnprocessableEntityError: it is larger than a download may be.
     """
-    head, comma, data = url[len("data:") :].partition(",")
-    if not comma:
-        raise VLLMValidationError(f"Invalid data URL {url[:32]!r}: missing ',' separator.")
-    if not head.endswith(";base64"):
-        raise VLLMValidationError("Only base64 data URLs are supported for now.")
     if len(data) * 3 // 4 > envs.VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB * MEBIBYTE:
         raise VLLMUnprocessableEntityError(
             f"A video may have {envs.VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB} MiB at most."
         )
-    if head.partition(";")[0].lower() == PICTURES:
+    if media_type.lower() == PICTURES:
         return _load_pictures(data, media_io)
     try:
         encoded = pybase64.b64decode(data, validate=True)

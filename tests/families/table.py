@@ -42,6 +42,10 @@ FAMILIES: dict[str, Family] = {
         Family("mistral-3", "Mistral 3 (Pixtral tower)", "llava.mistral3"),
         Family("qwen2-audio", "Qwen2-Audio", "qwen.qwen2_audio", ("audio",)),
         Family(
+            "qwen2.5-omni", "Qwen2.5-Omni (thinker)", "omni.qwen2_5_omni",
+            ("image", "video", "audio"),
+        ),
+        Family(
             "qwen3-vl-moe", "Qwen3-VL-MoE", "qwen.qwen3_vl_moe", ("image", "video"),
             kind="mixture of experts",
         ),

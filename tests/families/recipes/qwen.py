@@ -61,13 +61,13 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     })
 
 
-def _size(patch: int) -> dict[str, int]:
+def size_of(patch: int) -> dict[str, int]:
     return {"shortest_edge": (2 * patch) ** 2 * 4, "longest_edge": MAX_PIXELS}
 
 
 def _processor(kind: Any, tokenizer: PreTrainedTokenizerFast, videos: Any) -> Any:
     return kind(
-        image_processor=Qwen2VLImageProcessor(size=_size(14)),
+        image_processor=Qwen2VLImageProcessor(size=size_of(14)),
         tokenizer=tokenizer,
         video_processor=videos,
         chat_template=tokenizer.chat_template,
@@ -84,7 +84,7 @@ def qwen2_vl() -> Parts:
         },
         **_vision_ids(ids),
     )
-    processor = _processor(Qwen2VLProcessor, tokenizer, Qwen2VLVideoProcessor(size=_size(14)))
+    processor = _processor(Qwen2VLProcessor, tokenizer, Qwen2VLVideoProcessor(size=size_of(14)))
     return Parts(config, Qwen2VLForConditionalGeneration, processor)
 
 
@@ -99,7 +99,7 @@ def qwen2_5_vl() -> Parts:
         },
         **_vision_ids(ids),
     )
-    videos = Qwen2VLVideoProcessor(size=_size(14))
+    videos = Qwen2VLVideoProcessor(size=size_of(14))
     processor = _processor(Qwen2_5_VLProcessor, tokenizer, videos)
     return Parts(config, Qwen2_5_VLForConditionalGeneration, processor)
 
@@ -115,7 +115,7 @@ def _qwen3_vision() -> dict[str, Any]:
 def _qwen3_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
     edges = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
     return Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=_size(16), **edges),
+        image_processor=Qwen2VLImageProcessor(size=size_of(16), **edges),
         tokenizer=tokenizer,
         video_processor=Qwen3VLVideoProcessor(
             size={"shortest_edge": 4096, "longest_edge": 8 * MAX_PIXELS}, **edges
