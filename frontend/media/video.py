@@ -63,13 +63,17 @@ def load_video(data: bytes, media_io: VideoMediaIO) -> Any:
 
 
 def _check_frames(data: bytes) -> None:
-    """Read the header: what a frame decodes to may be far larger than the file."""
+    """Read the header: what a frame decodes to may be far larger than the file.
+
+    Raises:
+        VLLMValidationError: a frame has too many pixels.
+    """
     stream = BytesIO(data)
     # Never released: OpenCV would let go of the stream without holding the interpreter's
     # lock, and crash if nobody else held it. It is closed when the object goes.
     capture = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [])
     if not capture.isOpened():
-        raise VLLMValidationError("Failed to load video: it cannot be opened")
+        return  # another decoder may be set; it will say if it cannot either
     width = int(capture.get(cv2.CAP_PROP_FRAME_WIDTH))
     height = int(capture.get(cv2.CAP_PROP_FRAME_HEIGHT))
     if width * height > envs.VLLM_MAX_IMAGE_PIXELS:
