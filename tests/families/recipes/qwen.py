@@ -84,7 +84,8 @@ def qwen2_vl() -> Parts:
         },
         **_vision_ids(ids),
     )
-    processor = _processor(Qwen2VLProcessor, tokenizer, Qwen2VLVideoProcessor(size=size_of(14)))
+    videos = Qwen2VLVideoProcessor(size=size_of(14))
+    processor = _processor(Qwen2VLProcessor, tokenizer, videos)
     return Parts(config, Qwen2VLForConditionalGeneration, processor)
 
 
