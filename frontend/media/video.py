@@ -71,7 +71,7 @@ def _check_frames(data: bytes) -> None:
     stream = BytesIO(data)
     # Never released: OpenCV would let go of the stream without holding the interpreter's
     # lock, and crash if nobody else held it. It is closed when the object goes.
-    capture = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [])
+    capture = cv2.VideoCapture(stream, cv2.CAP_FFMPEG, [])  # type: ignore[call-overload]
     if not capture.isOpened():
         return  # another decoder may be set; it will say if it cannot either
     width = int(capture.get(cv2.CAP_PROP_FRAME_WIDTH))
