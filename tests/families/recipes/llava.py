@@ -295,4 +295,5 @@ def lfm2_vl() -> Parts:
         tokenizer=tokenizer,
         chat_template=tokenizer.chat_template,
     )
-    return Parts(config, Lfm2VlForConditionalGeneration, processor)
+    renamed = [(r"^model\.vision_tower\.", "model.vision_tower.vision_model.")]
+    return Parts(config, Lfm2VlForConditionalGeneration, processor, renamed)
