@@ -89,17 +89,6 @@ async def test_how_frames_are_chosen_is_part_of_a_video(
     assert plain != chosen == again
 
 
-async def test_the_number_of_frames_changes_what_the_model_gets(app: App) -> None:
-    frames = []
-    for count in (2, 4):
-        options = {"video": {"num_frames": count}}
-        [mm_hash] = (await hashes(app, filmed(4), media_io_kwargs=options))["video"]
-        item, _ = app.cache.get_and_update_item(None, mm_hash)
-        assert item is not None
-        frames.append(item["video_grid_thw"].data[0].item())
-    assert frames == [1, 2]  # the model takes two at a time
-
-
 async def test_options_belong_to_their_own_modality(app: App) -> None:
     plain = await hashes(app, pictured(), filmed(5))
     of_video = await hashes(
