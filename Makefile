@@ -13,7 +13,7 @@ SOURCES := configs frontend transfer workers tests benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test unit check clean docs-flags system-packages
+.PHONY: help install serve test unit matrix check clean docs-flags system-packages
 .PHONY: bench-embed bench-path bench-preprocess bench-replay bench-router bench-serve
 .PHONY: bench-transfer chaos soak
 
@@ -26,10 +26,14 @@ serve: $(INSTALLED) ## Serve a tiny model on two CPU workers (PORT=8000 HOST=127
 	@exec $(BIN)/foveal up configs/demo-cpu.yaml --host $(HOST) --port $(PORT)
 
 test: check ## Everything: check, then all tests, real engines included
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not matrix" $(PYTEST_ARGS)
 
 unit: $(INSTALLED) ## The tests that start no engine
 	$(BIN)/python -m pytest -m "not e2e" $(PYTEST_ARGS)
+
+matrix: $(INSTALLED) ## Every model family with every kind of media; writes docs/models.md
+	$(BIN)/python -m pytest tests/e2e/test_model_families.py $(PYTEST_ARGS)
+	$(BIN)/python -m tests.families.report
 
 check: $(INSTALLED) ## Style, types, Dockerfile and shell script
 	$(BIN)/ruff check $(wildcard $(SOURCES))

@@ -16,6 +16,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from frontend.adapters import fleet_adapter
 from frontend.worker_pool import Worker
 from transfer.errors import BadMessage
 from transfer.messages import Call, CallResult, Frame, decode_payload_as, encode_payload
@@ -31,6 +32,7 @@ class AdminCalls(EngineCoreClient):
 
     def __init__(self) -> None:
         self._loras: dict[int, LoRARequest] = {}
+        """Adapters as workers know them, by the number that vLLM has given them here."""
         self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}
         """Worker and answer of each call under way, by call id."""
         self._call_ids = itertools.count(1)
@@ -43,8 +45,9 @@ class AdminCalls(EngineCoreClient):
         """Give a worker that has come later what the others were given."""
         given: set[int] = set()
         while missing := self._loras.keys() - given:  # more may be added meanwhile
-            lora = self._loras[min(missing)]
-            given.add(lora.lora_int_id)
+            number = min(missing)
+            lora = self._loras[number]
+            given.add(number)
             try:
                 await self._call_worker(worker, "add_lora", (lora,))
             except RuntimeError as error:
@@ -93,19 +96,25 @@ class AdminCalls(EngineCoreClient):
             del self._calls[call_id]
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
-        added = await self._call_all("add_lora", lora_request)
-        self._loras[lora_request.lora_int_id] = lora_request  # workers to come get it too
+        adapter = fleet_adapter(lora_request)
+        added = await self._call_all("add_lora", adapter)
+        self._loras[lora_request.lora_int_id] = adapter  # workers to come get it too
         return all(added)
 
     async def remove_lora_async(self, lora_id: int) -> bool:
-        self._loras.pop(lora_id, None)
-        return all(await self._call_all("remove_lora", lora_id))
+        adapter = self._loras.pop(lora_id, None)
+        if adapter is None:
+            return False
+        return all(await self._call_all("remove_lora", adapter.lora_int_id))
 
     async def list_loras_async(self) -> set[int]:
         return set(self._loras)
 
     async def pin_lora_async(self, lora_id: int) -> bool:
-        return all(await self._call_all("pin_lora", lora_id))
+        adapter = self._loras.get(lora_id)
+        if adapter is None:
+            return False
+        return all(await self._call_all("pin_lora", adapter.lora_int_id))
 
     async def reset_mm_cache_async(self) -> None:
         await self._call_all("reset_mm_cache")

@@ -23,6 +23,7 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from frontend.adapters import name_adapter
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.embedding_checks import EmbeddingLimits
@@ -168,6 +169,7 @@ class RoutedEngineClient(AdminCalls):
         Raises:
             NoWorkers: none was ready in time.
         """
+        name_adapter(request)
         if request.mm_features and self._cache is not None:
             identify(request, self._cache, self._embeddings)
         await self._have_encoded(request)

@@ -4,9 +4,11 @@ The engine announces physical blocks: one digest may be stored twice, and then i
 removal leaves a copy. So copies are counted, per medium and cache group, and only what
 changes for a digest as a whole goes out to the frontends.
 
-A digest counts as held in a medium when every prefix group there holds it, because the
-engine reuses a block only then. Groups other than full attention (sliding window, Mamba)
-keep sparse blocks that say nothing about a prefix and are left out.
+A digest counts as held in a medium when every group there holds it: the engine reuses as
+much of a prompt as all its groups allow. Groups that look back over a part of the prompt
+only (sliding window, chunks, Mamba) need not have all of it, so counting them like the
+others may understate what will be reused, and never overstates it. A group that cannot be
+counted at all leaves nothing to promise.
 
 vLLM names relied on: distributed.kv_events.KVEventBatch, EventBatch, BlockStored,
 BlockRemoved, AllBlocksCleared, MEDIUM_GPU; v1.kv_cache_interface.KVCacheSpecKind.
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 # None: an engine that names no kinds has one group.
-_PREFIX_KINDS = frozenset(
+_WHOLE_KINDS = frozenset(
     {
         None,
         KVCacheSpecKind.FULL_ATTENTION.value,
@@ -45,6 +47,13 @@ _PREFIX_KINDS = frozenset(
         KVCacheSpecKind.SINK_FULL_ATTENTION.value,
     }
 )
+_PARTIAL_KINDS = {
+    KVCacheSpecKind.SLIDING_WINDOW.value: "once parts of the window have been evicted",
+    KVCacheSpecKind.SLIDING_WINDOW_MLA.value: "once parts of the window have been evicted",
+    KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION.value: "once parts of a chunk have been evicted",
+    KVCacheSpecKind.MAMBA.value: "as it keeps the state after some blocks only",
+}
+"""Kinds that need a part of the prompt, and when less is promised than will be reused."""
 _EVENT_TYPES: dict[str, type[Event]] = {
     kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
 }
@@ -66,6 +75,8 @@ class KvState:
         self._seq = 0
         self._groups: dict[str, _Groups] = {}
         self._published: dict[str, set[bytes]] = {}
+        self._uncounted = ""
+        """Why nothing can be promised; empty where it can."""
         self._warned: set[str] = set()
 
     @property
@@ -142,18 +153,18 @@ class KvState:
             raise BadMessage(f"not a batch of KV events: {error}") from error
 
     def _store(self, event: BlockStored, touched: dict[str, set[bytes]]) -> None:
-        if event.kv_cache_spec_kind not in _PREFIX_KINDS:
-            self._warn_once(
-                f"ignoring blocks of cache group {event.group_idx}, "
-                f"which is {event.kv_cache_spec_kind}"
-            )
+        if (reason := self._why_not_counted(event)) is not None:
+            if not self._uncounted:
+                self._uncounted = reason
+                for held_in, held in self._published.items():
+                    touched[held_in].update(held)
+                logger.warning("no reuse of cached blocks will be promised: %s", reason)
             return
-        if event.block_size != self._block_size:
+        if (when := _PARTIAL_KINDS.get(event.kv_cache_spec_kind or "")) is not None:
             self._warn_once(
-                f"ignoring blocks of {event.block_size} tokens: "
-                f"this engine's prompts are hashed by {self._block_size}"
+                f"cache group {event.group_idx} is {event.kv_cache_spec_kind}: less may be "
+                f"promised than is reused, {when}"
             )
-            return
         medium = event.medium or MEDIUM_GPU
         groups = self._groups.setdefault(medium, {})
         if event.group_idx not in groups:
@@ -165,8 +176,19 @@ class KvState:
             copies[digest] = copies.get(digest, 0) + 1
             touched[medium].add(digest)
 
+    def _why_not_counted(self, event: BlockStored) -> str | None:
+        kind = event.kv_cache_spec_kind
+        if kind not in _WHOLE_KINDS and kind not in _PARTIAL_KINDS:
+            return f"cache group {event.group_idx} is {kind}"
+        if event.block_size != self._block_size:
+            return (
+                f"cache group {event.group_idx} has blocks of {event.block_size} tokens, "
+                f"and prompts are hashed by {self._block_size}"
+            )
+        return None
+
     def _remove(self, event: BlockRemoved, touched: dict[str, set[bytes]]) -> None:
-        # A removal tells only its group: one whose blocks were left out has no copies.
+        # A removal tells only its group: one that cannot be counted has no copies.
         medium = event.medium or MEDIUM_GPU
         copies = self._groups.get(medium, {}).get(event.group_idx)
         if copies is None:
@@ -197,6 +219,8 @@ class KvState:
             groups = self._groups[medium]
             published = self._published.setdefault(medium, set())
             held = {d for d in digests if all(d in copies for copies in groups.values())}
+            if self._uncounted:
+                held = set()
             if gained := held - published:
                 stored[medium] = list(gained)
             if lost := (digests - held) & published:

@@ -1,13 +1,15 @@
 """Media of a request, fetched and checked but not yet decoded.
 
 vLLM makes a connector for each request that has media. This one reads an image's header
-and puts decoding off (``lazy_image``), and fetches URLs through ``remote_media``. Local
-files, audio, video and embeddings are loaded as vLLM does.
+and puts decoding off (``lazy_image``), and fetches URLs through ``remote_media``. Videos
+are decoded by vLLM within limits (``video``); local files, audio and embeddings are loaded
+as vLLM does.
 
 vLLM names relied on: multimodal.media.MEDIA_CONNECTOR_REGISTRY;
 multimodal.media.connector.MediaConnector (load_from_url, load_from_url_async,
 _load_data_url, _load_file_url, media_io_kwargs), global_thread_pool;
 multimodal.media.image.ImageMediaIO (its arguments and their check);
+multimodal.media.video.VideoMediaIO;
 envs.VLLM_IMAGE_FETCH_TIMEOUT.
 """
 
@@ -26,11 +28,13 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, Medi
 from vllm.multimodal.media.base import MediaIO
 from vllm.multimodal.media.connector import global_thread_pool
 from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.media.video import VideoMediaIO
 
 from frontend.media.lazy_image import ImageOptions, load_lazily
 from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import UrlPolicy
+from frontend.media.video import load_video, load_video_in_place
 from frontend.receipt import current_receipt
 
 M = TypeVar("M")
@@ -113,7 +117,8 @@ class LazyMediaConnector(MediaConnector):
             finally:
                 await remote.close()
 
-        return media_io.load_bytes(global_thread_pool.submit(asyncio.run, fetch()).result())
+        data = global_thread_pool.submit(asyncio.run, fetch()).result()
+        return _decoder(media_io)(data)
 
     async def load_from_url_async(
         self, url: str, media_io: MediaIO[M], *, fetch_timeout: int | None = None
@@ -125,23 +130,28 @@ class LazyMediaConnector(MediaConnector):
         data = await self._remote.fetch(
             url, timeout=fetch_timeout, max_bytes=media_io.get_max_bytes()
         )
-        load: Callable[[bytes], M] = media_io.load_bytes
-        return await asyncio.get_running_loop().run_in_executor(global_thread_pool, load, data)
+        return await asyncio.get_running_loop().run_in_executor(
+            global_thread_pool, _decoder(media_io), data
+        )
 
     def _load_data_url(self, url: str, media_io: MediaIO[M]) -> M:
-        if not isinstance(media_io, LazyImageIO):
-            return super()._load_data_url(url, media_io)
-        # As vLLM's, with one copy of the text less.
+        # As vLLM's, with one copy of the text less, and never a fault of the server.
         comma = url.find(",")
         if comma < 0:
             raise VLLMValidationError(f"Invalid data URL {url[:32]!r}: missing ',' separator.")
-        if not url[5:comma].endswith(";base64"):
+        kind, _, encoding = url[5:comma].rpartition(";")
+        if encoding != "base64":
             raise VLLMValidationError("Only base64 data URLs are supported for now.")
+        media_type, data = kind.partition(";")[0], url[comma + 1 :]
+        if isinstance(media_io, VideoMediaIO):
+            return cast(M, load_video_in_place(media_type, data, media_io))
+        if not isinstance(media_io, LazyImageIO):
+            return media_io.load_base64(media_type, data)
         try:
-            data = pybase64.b64decode(url[comma + 1 :], validate=True)
+            decoded = pybase64.b64decode(data, validate=True)
         except ValueError as error:
             raise VLLMValidationError(f"Invalid base64 in data URL: {error}") from error
-        return cast(M, media_io.load_bytes(data))
+        return cast(M, media_io.load_bytes(decoded))
 
     def _load_file_url(self, url_spec: Any, media_io: MediaIO[M]) -> M:
         try:
@@ -154,6 +164,12 @@ class LazyMediaConnector(MediaConnector):
         return LazyImageIO(
             **({"image_mode": image_mode} | self.media_io_kwargs.get("image", {}))
         )
+
+
+def _decoder(media_io: MediaIO[M]) -> Callable[[bytes], M]:
+    if isinstance(media_io, VideoMediaIO):
+        return cast(Callable[[bytes], M], partial(load_video, media_io=media_io))
+    return media_io.load_bytes
 
 
 def _is_here(url: str) -> bool:

@@ -23,6 +23,7 @@ TRAP = Path(__file__).parent / "processor_trap"
 LAST_MODULES = (
     "test_shutdown_leaves_nothing.py", "test_discovery.py", "test_two_hosts.py",
     "test_deployments.py", "test_ray_cluster.py",
+    "test_adapters.py", "test_model_families.py",
 )
 
 

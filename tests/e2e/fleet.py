@@ -211,14 +211,14 @@ class Deployment:
         self._servers.append(server)
         return server
 
-    def start_vllm(self) -> Server:
+    def start_vllm(self, *flags: str, env: Mapping[str, str] | None = None) -> Server:
         """Plain vLLM, to compare with."""
         port = free_port()
         command = [
             "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.checkpoint),
-            "--port", str(port), *WORKER_FLAGS, *SERVER_FLAGS,
+            "--port", str(port), *WORKER_FLAGS, *SERVER_FLAGS, *flags,
         ]
-        server = Server(self._start("vllm", command, ENGINE_ENV), port)
+        server = Server(self._start("vllm", command, {**ENGINE_ENV, **(env or {})}), port)
         self._servers.append(server)
         return server
 

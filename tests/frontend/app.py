@@ -96,10 +96,11 @@ def in_place(data: bytes, **fields: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_app(*more_flags: str) -> AsyncIterator[App]:
-    write_checkpoint(CHECKPOINT)
+async def running_app(model: Path = CHECKPOINT, *more_flags: str) -> AsyncIterator[App]:
+    if model == CHECKPOINT:
+        write_checkpoint(CHECKPOINT)
     flags = ("--enable-scale-out", "--trust-request-mm-kwargs", *more_flags)
-    _, args = parse(["--model", str(CHECKPOINT), *flags])
+    _, args = parse(["--model", str(model), *flags])
     config = frontend_config(args)
     arena = Arena(64 << 20)
     cache = ArenaProcessorCache(arena, HASHER, config.model_config.model)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from vllm.lora.request import LoRARequest
 
+from frontend.adapters import fleet_number
 from tests.fakes import FakeWorker, eventually, within
 from tests.frontend.fleets import Fleet
 from transfer.errors import BadMessage
@@ -103,10 +104,29 @@ async def test_adapters_are_given_to_workers_that_come_later(
     late = await fleet.start("worker-late")
     given = [await called(late), await called(late)]
     assert [(method, lora[:2]) for method, lora in given] == [
-        ("add_lora", ["adapter-1", 1]),
-        ("add_lora", ["adapter-3", 3]),
+        ("add_lora", ["adapter-1", fleet_number(adapter(1))]),
+        ("add_lora", ["adapter-3", fleet_number(adapter(3))]),
     ]
     assert late.engine.called.empty()
+
+
+async def test_workers_know_an_adapter_by_the_number_of_the_fleet(
+    fleet: Fleet, workers: list[FakeWorker]
+) -> None:
+    for method in ("add_lora", "pin_lora", "remove_lora"):
+        for worker in workers:
+            worker.engine.answers[method] = True
+    number = fleet_number(adapter(7))
+    assert await within(fleet.client.add_lora_async(adapter(7)))
+    assert await within(fleet.client.pin_lora_async(7))
+    assert await within(fleet.client.remove_lora_async(7))
+    for worker in workers:
+        method, lora = await called(worker)
+        assert (method, lora[1]) == ("add_lora", number)  # type: ignore[index]
+        assert await called(worker) == ("pin_lora", number)
+        assert await called(worker) == ("remove_lora", number)
+    assert not await within(fleet.client.remove_lora_async(7))
+    assert not await within(fleet.client.pin_lora_async(8))
 
 
 async def test_an_adapter_added_while_a_worker_is_brought_up_to_date_is_not_missed(
@@ -127,7 +147,7 @@ async def test_an_adapter_added_while_a_worker_is_brought_up_to_date_is_not_miss
     late.engine.call_utility_async = slow_call  # type: ignore[method-assign]
     await fleet.until_ready("worker-late")
     given = [await called(late), await called(late)]
-    assert [lora[1] for _, lora in given] == [1, 2]
+    assert [lora[0] for _, lora in given] == ["adapter-1", "adapter-2"]
 
 
 async def test_a_call_to_a_worker_that_is_lost_fails(

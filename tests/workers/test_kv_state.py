@@ -133,19 +133,29 @@ def test_prefix_groups_count(kind):
     assert resident(state_after(stored(A, kind=kind))) == {"GPU": {A}}
 
 
-@pytest.mark.parametrize("kind", ["sliding_window", "mamba", "unknown", "of the future"])
-def test_other_groups_are_left_out_and_reported_once(kind, caplog):
-    state = state_after(stored(A, kind=kind), stored(B, kind=kind))
+@pytest.mark.parametrize("kind", ["unknown", "of the future", "cross_attention"])
+def test_with_a_group_that_cannot_be_counted_nothing_is_promised(kind, caplog):
+    state = state_after(stored(A))
+    delta = state.apply(batch(stored(A, group=1, kind=kind), stored(B, group=1, kind=kind)))
+    assert delta.removed == {"GPU": [A]}
+    assert state.apply(batch(stored(B))) is None
     assert resident(state) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        f"ignoring blocks of cache group 0, which is {kind}"
+        f"no reuse of cached blocks will be promised: cache group 1 is {kind}"
     ]
 
 
-def test_a_removal_in_another_group_leaves_the_prefix_group_alone():
-    state = state_after(stored(A), stored(A, group=1, kind="sliding_window"))
-    assert state.apply(batch(removed(A, group=1))) is None
-    assert resident(state) == {"GPU": {A}}
+@pytest.mark.parametrize(
+    "kind", ["sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention"]
+)
+def test_a_block_that_a_group_of_another_kind_lacks_is_not_promised(kind, caplog):
+    state = state_after(stored(A, B), stored(A, B, group=1, kind=kind))
+    assert resident(state) == {"GPU": {A, B}}
+    assert state.apply(batch(removed(A, group=1))).removed == {"GPU": [A]}
+    state.apply(batch(stored(C, group=1, kind=kind)))
+    assert resident(state) == {"GPU": {B}}
+    [record] = caplog.records
+    assert f"cache group 1 is {kind}: less may be promised" in record.getMessage()
 
 
 def test_a_block_is_held_only_when_all_prefix_groups_hold_it():
@@ -160,11 +170,11 @@ def test_a_prefix_group_that_appears_late_retracts_what_it_does_not_hold():
     assert state.apply(batch(stored(A, group=1))).removed == {"GPU": [B]}
 
 
-def test_blocks_of_another_size_are_ignored_and_reported_once(caplog):
-    state = state_after(stored(A, block_size=64), stored(B, block_size=64), stored(C))
-    assert resident(state) == {"GPU": {C}}
-    assert len(caplog.records) == 1
-    assert "64 tokens" in caplog.records[0].getMessage()
+def test_with_blocks_of_another_size_nothing_is_promised(caplog):
+    state = state_after(stored(A), stored(A, block_size=64, group=1), stored(B))
+    assert resident(state) == {}
+    [record] = caplog.records
+    assert "has blocks of 64 tokens, and prompts are hashed by 32" in record.getMessage()
 
 
 def test_integer_hashes_are_refused_with_the_remedy_and_change_nothing():
