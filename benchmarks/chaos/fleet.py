@@ -17,7 +17,7 @@ import aiohttp
 from benchmarks.chaos.asking import now
 from benchmarks.chaos.cut import CuttableLine
 from benchmarks.processes import Servers, free_ports
-from configs.demo.children import Child
+from configs.deployment.children import Child
 
 SHM = Path("/dev/shm")
 START_SECONDS = 240.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 
-from configs.demo.children import Child
+from configs.deployment.children import Child
 
 MIB = 1 << 20
 

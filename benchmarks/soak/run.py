@@ -12,7 +12,7 @@ from benchmarks.metrics import Metric, rounded
 from benchmarks.processes import CHECKPOINT, Servers, free_ports, ready_workers
 from benchmarks.prompts import jpeg, picture_request
 from benchmarks.soak.memory import Samples, sample, table
-from configs.demo.children import Child
+from configs.deployment.children import Child
 
 PROMISED: tuple[tuple[str, str, str | None], ...] = (
     ("rss_growth_last_half_percent", "%", "<=3"),
