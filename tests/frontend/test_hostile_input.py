@@ -25,7 +25,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from frontend.media.connector import CONNECTOR
 from tests.fakes import make_item
-from tests.frontend.app import App, by_url, in_place, running_app
+from tests.frontend.app import CHECKPOINT, App, by_url, in_place, running_app
 from transfer.pack import is_packed
 
 pytestmark = [
@@ -48,7 +48,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def running() -> AsyncIterator[App]:
-    async with running_app("--limit-mm-per-prompt", '{"image": 3}') as app:
+    async with running_app(CHECKPOINT, "--limit-mm-per-prompt", '{"image": 3}') as app:
         yield app
 
 

@@ -239,6 +239,7 @@ async def test_each_request_has_a_receipt_of_its_own_that_its_tasks_inherit() ->
 
 
 async def test_a_name_that_a_client_chose_cannot_end_a_header() -> None:
-    routed = Routed("w", 0, 0, "none", "chatcmpl-a\r\nset-cookie: x,\u00e9" + "y" * 1000)
+    chosen = "chatcmpl-a\r\nset-cookie: x,\u00e9" + "y" * 1000
+    routed = Routed("w", 0, 0, "none", request_id=chosen)
     assert routed.plain_id.startswith("chatcmpl-a??set-cookie:?x??yyy")
     assert len(routed.plain_id) == 96

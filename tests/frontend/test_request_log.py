@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from frontend.engine_client import NoWorkers
+from frontend.in_flight import NoWorkers
 from frontend.metrics import MOST_GONE_WORKERS, FrontendMetrics
 from frontend.receipt import Receipt, current_receipt
 from frontend.request_log import PICTURE_BYTES, RequestLog, SendTimes

@@ -85,16 +85,20 @@ def test_processes_of_one_host_have_one_key() -> None:
         assert file.read().strip() == boot_id
 
 
+def stops_wanting_to_run(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    while wants_to_run(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_process_that_runs_wants_to_and_one_that_sleeps_or_is_stopped_does_not(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
     assert wants_to_run(os.getpid())
-    deadline = time.monotonic() + 20
-    while wants_to_run(sleeper.pid):  # until it has begun to sleep
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    stops_wanting_to_run(sleeper.pid)  # once it has begun to sleep
     sleeper.send_signal(signal.SIGSTOP)
-    assert not wants_to_run(sleeper.pid)
+    stops_wanting_to_run(sleeper.pid)  # once it has woken to hear that
     sleeper.kill()
     sleeper.wait()
     assert not wants_to_run(sleeper.pid)

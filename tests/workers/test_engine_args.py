@@ -20,6 +20,10 @@ from workers.engine_args import WORKER_CLASSES, engine_config, facts_of, parse
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+DEMO = (
+    "--dtype", "float32", "--block-size", "32", "--max-model-len", "8192",
+    "--max-num-seqs", "16", "--enforce-eager",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +41,7 @@ def config_of(*arguments: str) -> VllmConfig:
 @pytest.fixture(scope="module")
 def config(checkpoint: Path) -> VllmConfig:
     return config_of(
-        "--model", str(checkpoint), "--dtype", "float32", "--block-size", "32",
-        "--max-model-len", "8192", "--max-num-seqs", "16", "--enforce-eager",
+        "--model", str(checkpoint), *DEMO
     )
 
 
@@ -144,7 +147,7 @@ def test_a_worker_states_what_frontends_must_agree_on(
 
 def test_an_encode_worker_loads_no_language_model(checkpoint: Path) -> None:
     settings, args = parse([
-        "--model", str(checkpoint), "--config", str(ROOT / "configs/demo/worker.yaml"),
+        "--model", str(checkpoint), *DEMO,
         "--role", "encode", "--multimodal-embedding-cache-capacity-gb", "1",
     ])
     config = engine_config(args, Path("/tmp/sockets"), connector_config(settings))
@@ -154,7 +157,7 @@ def test_an_encode_worker_loads_no_language_model(checkpoint: Path) -> None:
 
 def test_a_worker_that_shares_outputs_generates(checkpoint: Path) -> None:
     settings, args = parse([
-        "--model", str(checkpoint), "--config", str(ROOT / "configs/demo/worker.yaml"),
+        "--model", str(checkpoint), *DEMO,
         "--multimodal-embedding-cache-capacity-gb", "1",
     ])
     config = engine_config(args, Path("/tmp/sockets"), connector_config(settings))
