@@ -213,7 +213,7 @@ async def _serve(
     status = 0
     for task in done - {stop}:
         status = 1
-        cause = task.exception()
+        cause = None if task.cancelled() else task.exception()
         if isinstance(cause, EngineDeadError):
             logger.error("the engine has died")
         else:

@@ -36,7 +36,9 @@ def test_an_answer_names_its_worker_blocks_and_transfer(
     frontend: Frontend, options: dict[str, object]
 ) -> None:
     columns = receipt(frontend.ask(CHAT, chat_body(QUESTION, **options)))
-    assert columns.keys() == {"worker", "overlap-blocks", "prompt-blocks", "transfer"}
+    assert columns.keys() == {
+        "request-id", "worker", "overlap-blocks", "prompt-blocks", "embeddings", "transfer"
+    }
     assert columns["worker"][0] in frontend.workers()
     assert columns["transfer"] == ["shm"]
     assert 0 <= int(columns["overlap-blocks"][0]) <= int(columns["prompt-blocks"][0])
