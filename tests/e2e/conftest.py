@@ -19,9 +19,11 @@ from tests.e2e.processes import Process
 TRAP = Path(__file__).parent / "processor_trap"
 
 # The session's fleet is taken apart by the first of these, and gone in the others: never are
-# there more than three engines.
+# there more than three engines, nor many processes beside them, each of which takes about a
+# gigabyte.
 LAST_MODULES = (
     "test_shutdown_leaves_nothing.py", "test_discovery.py", "test_two_hosts.py",
+    "test_losses.py", "test_mock_workers.py", "test_seeing.py", "test_who_may_talk.py",
     "test_deployments.py", "test_ray_cluster.py",
     "test_adapters.py", "test_model_families.py",
 )
