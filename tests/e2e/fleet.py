@@ -177,7 +177,9 @@ class Deployment:
         """``before`` is a command that runs the worker, ``unshare`` for example."""
         return self._start(
             name,
-            ["-m", "workers", *self._ours(), *WORKER_FLAGS, *flags],
+            # By default it would take 4 GiB as soon as NIXL is used.
+            ["-m", "workers", *self._ours(), *WORKER_FLAGS, "--mm-worker-cache-gb", "0.5",
+             *flags],
             {**ENGINE_ENV, **(env or {})},
             before,
         )
