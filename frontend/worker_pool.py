@@ -270,7 +270,7 @@ class WorkerPool:
             worker.link.close()
             worker.tasks.pop(0).cancel()
             name = self._hello.frontend
-            self._use(worker, FrontendLink(self._context, name, worker.address))
+            self._use(worker, FrontendLink(self._context, name, worker.address, self._access))
         worker.link.send(self._hello)
 
     def _remove(self, worker: Worker) -> None:
