@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from tests.e2e.answers import answer_of, differences
 from tests.e2e.cases import CHAT, chat_body, shown, user
-from tests.e2e.fleet import MODEL, Deployment, Frontend, Server
+from tests.e2e.fleet import BLOCK_SIZE, MODEL, Deployment, Frontend, Server
 from tests.e2e.pictures import pattern
 from tests.e2e.processes import wait_until
 from tests.e2e.reuse import ask_and_settle
@@ -84,9 +85,11 @@ def test_an_image_is_processed_once_and_cached_for_each_adapter(adapted: Adapted
     entries = frontend.fleet()["arena"]["entries"]
     for model in (MODEL, "poet", "clerk"):
         first = ask_and_settle(frontend, question(model, 2))
-        assert first.overlap_tokens == first.cached_tokens == 0
+        # The blocks of text before the picture may be known from earlier questions.
+        assert first.overlap_tokens == first.cached_tokens <= BLOCK_SIZE
         again = ask_and_settle(frontend, question(model, 2))
-        assert again.overlap_tokens == again.cached_tokens == again.reusable_tokens > 0
+        assert again.overlap_tokens == again.cached_tokens == again.reusable_tokens
+        assert again.cached_tokens > BLOCK_SIZE
     assert frontend.fleet()["arena"]["entries"] == entries + 1
 
 
@@ -94,14 +97,16 @@ def test_a_worker_that_comes_later_has_all_adapters(adapted: Adapted) -> None:
     frontend, [first] = adapted.frontend, adapted.frontend.workers()
     late = adapted.deployment.start_worker(*LORA, name="late")
     wait_until(lambda: frontend.has_workers(2), 400.0, "a second worker")
-    served = set()
-    for seed in range(10, 16):
-        for model in ("poet", "clerk"):
-            body = question(model, seed)
-            response = frontend.ask(CHAT, body)
-            served.add(response.headers["x-foveal-worker"])
-            expected = answer_of(adapted.vllm.ask(CHAT, body))
-            assert differences(answer_of(response), expected) == []
+    bodies = [
+        question(model, seed) for seed in range(10, 16) for model in ("poet", "clerk")
+    ]
+    # All at once, so that one worker alone is not the best for each.
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        responses = list(threads.map(lambda body: frontend.ask(CHAT, body), bodies))
+    for body, response in zip(bodies, responses, strict=True):
+        expected = answer_of(adapted.vllm.ask(CHAT, body))
+        assert differences(answer_of(response), expected) == []
+    served = {response.headers["x-foveal-worker"] for response in responses}
     assert served > {first}
     assert late.exit_status is None
 
