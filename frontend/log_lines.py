@@ -16,9 +16,12 @@ logger = logging.getLogger(__name__)
 
 def log_routed(routed: Routed) -> None:
     """Say where ``routed`` went."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    request_id = routed.plain_id
     logger.info(
         "request %s to %s: %d of %d blocks there, tensors %s",
-        routed.plain_id, routed.worker, routed.overlap_blocks, routed.prompt_blocks,
+        request_id, routed.worker, routed.overlap_blocks, routed.prompt_blocks,
         routed.transfer,
-        extra={**asdict(routed), "request_id": routed.plain_id},
+        extra={**asdict(routed), "request_id": request_id},
     )
