@@ -21,7 +21,7 @@ from benchmarks.processes import (
     is_up,
     ready_workers,
 )
-from benchmarks.serve.dynamo import name_vllm
+from benchmarks.serve.dynamo import low_ports, name_vllm
 from benchmarks.transfer.peer_dynamo import dynamo_python
 
 WORKERS = 2
@@ -58,7 +58,8 @@ def _start_vllm(count: int) -> Callable[[Servers], Sequence[int]]:
 def _start_dynamo(*flags: str) -> Callable[[Servers], Sequence[int]]:
     def start(servers: Servers) -> Sequence[int]:
         python = dynamo_python()
-        port, *others = free_ports(1 + 3 * WORKERS)
+        port, *others = free_ports(1 + 2 * WORKERS)
+        status = low_ports(WORKERS)
         environment = {
             **ENVIRONMENT,
             "DYN_DISCOVERY_BACKEND": "file",
@@ -69,7 +70,7 @@ def _start_dynamo(*flags: str) -> Callable[[Servers], Sequence[int]]:
             "PYTHONPATH": str(name_vllm(servers.directory)),
         }
         for number in range(WORKERS):
-            events, system, rpc = others[3 * number : 3 * number + 3]
+            events, rpc = others[2 * number : 2 * number + 2]
             publisher = {
                 "publisher": "zmq", "topic": "kv-events", "endpoint": f"tcp://*:{events}",
                 "enable_kv_cache_events": True,
@@ -81,7 +82,7 @@ def _start_dynamo(*flags: str) -> Callable[[Servers], Sequence[int]]:
                     "--enable-multimodal", "--enable-prefix-caching",
                     "--kv-events-config", json.dumps(publisher), *ENGINE_FLAGS,
                 ],
-                {**environment, "DYN_SYSTEM_PORT": str(system), "VLLM_PORT": str(rpc)},
+                {**environment, "DYN_SYSTEM_PORT": str(status[number]), "VLLM_PORT": str(rpc)},
             )
         servers.start_command(
             "dynamo-frontend",
