@@ -19,6 +19,7 @@ from transfer.pack import is_packed, read_reference, resolve
 from transfer.parent_death import die_with_parent
 from transfer.tensor_ref import ArenaId
 from workers.embedding_connector import fetch_embeddings
+from workers.engine_polling import nap_instead_of_polling
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -36,6 +37,7 @@ class ArenaReader(_Base):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         die_with_parent()
+        nap_instead_of_polling()  # where processes are spawned, nothing is inherited
         super().__init__(*args, **kwargs)
         self._arenas: dict[str, ArenaView] = {}
 

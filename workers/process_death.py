@@ -16,6 +16,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCoreProc
 
 from transfer.parent_death import die_with_parent
+from workers.engine_polling import nap_instead_of_polling
 
 _run_engine_core = EngineCoreProc.run_engine_core
 
@@ -23,6 +24,7 @@ _run_engine_core = EngineCoreProc.run_engine_core
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Stands in for vLLM's entry point of the engine process."""
     die_with_parent()
+    nap_instead_of_polling()
     _run_engine_core(*args, **kwargs)
 
 
