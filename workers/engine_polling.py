@@ -46,4 +46,4 @@ def nap_instead_of_polling() -> None:
     on something other than the CPU.
     """
     if current_platform.is_cpu():
-        shm_broadcast.SpinCondition = NappingCondition
+        shm_broadcast.SpinCondition = NappingCondition  # type: ignore[misc]
