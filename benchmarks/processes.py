@@ -48,8 +48,11 @@ class ServerFailed(Exception):
 class Servers:
     """The servers of one benchmark, with a private directory; leaving ends them all."""
 
-    def __init__(self) -> None:
-        write_checkpoint(CHECKPOINT)
+    def __init__(self, model: Path | None = None) -> None:
+        """``model`` is what they serve; none is the demo's, which is made if need be."""
+        if model is None:
+            write_checkpoint(CHECKPOINT)
+        self._model = str(model or CHECKPOINT)
         base = tempfile.gettempdir()
         # Paths of Unix sockets must fit into 107 bytes.
         self.directory = Path(
@@ -73,14 +76,14 @@ class Servers:
 
     def start_worker(self, name: str, *flags: str) -> Child:
         return self.start(
-            name, "-m", "workers", "--model", str(CHECKPOINT),
+            name, "-m", "workers", "--model", self._model,
             "--registry", str(self.registry), *ENGINE_FLAGS, *flags,
         )
 
     def start_frontend(self, name: str, port: int, *flags: str) -> Child:
         return self.start(
             name, "-m", "frontend", "--dyn-chat-processor", "vllm",
-            "--model", str(CHECKPOINT), "--registry", str(self.registry),
+            "--model", self._model, "--registry", str(self.registry),
             "--dtype", "float32", "--http-port", str(port), "--mm-arena-gb", "1",
             "--enable-prompt-tokens-details", *flags,
         )
@@ -88,7 +91,7 @@ class Servers:
     def start_plain(self, name: str, port: int) -> Child:
         """Start vLLM's own server, the reference."""
         return self.start(
-            name, "-m", "vllm.entrypoints.openai.api_server", "--model", str(CHECKPOINT),
+            name, "-m", "vllm.entrypoints.openai.api_server", "--model", self._model,
             "--port", str(port), "--enable-prompt-tokens-details", *ENGINE_FLAGS,
         )
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from benchmarks.client import Client
+from benchmarks.embed import checkpoint
 from benchmarks.metrics import Metric, median_ratio, rounded
-from benchmarks.processes import CHECKPOINT, Servers, free_ports, ready_workers
+from benchmarks.processes import ROOT, Servers, free_ports, ready_workers
 from benchmarks.prompts import jpeg, picture_request, pictures_request
 
 TTFT, RUNS = "ttft_embed_cache_on_over_off", "encoder_runs_per_image"
@@ -22,7 +23,7 @@ PROMISED: list[tuple[str, str, str | None]] = [
     (TTFT, "ratio", "<=0.7"), (RUNS, "runs", "==1"), (ENCODE_WORKER, "ratio", None),
 ]
 
-MODEL = str(CHECKPOINT)
+MODEL = ROOT / ".demo" / "embed-checkpoint"
 CHAT = "/v1/chat/completions"
 SIZE = (2048, 1536)
 """More than the checkpoint's largest; its processor brings it down to 1,200 tokens or so."""
@@ -37,7 +38,8 @@ SHARED = ("--multimodal-embedding-cache-capacity-gb", "0.5")
 
 def measure() -> Iterator[Metric]:
     pictures = [jpeg(*SIZE, seed=3000 + number) for number in range(PICTURES)]
-    with Servers() as servers:
+    checkpoint.save(MODEL)
+    with Servers(MODEL) as servers:
         on, off = free_ports(2)
         _, second = (
             servers.start_worker(name, *SMALL_ENCODER_CACHE, *SHARED)
@@ -113,7 +115,7 @@ def _encode_worker(on: int, off: int) -> Metric:
         for number, pictures in enumerate(new):
             for side in sorted(clients, reverse=number % 2 == 0):
                 began = time.monotonic()
-                clients[side].post(CHAT, pictures_request(MODEL, pictures, "New?", 1))
+                clients[side].post(CHAT, pictures_request(str(MODEL), pictures, "New?", 1))
                 seconds[side].append(time.monotonic() - began)
     ratio = rounded(median_ratio(seconds["on"][1:], seconds["off"][1:]))
     print(
@@ -127,7 +129,7 @@ def _encode_worker(on: int, off: int) -> Metric:
 
 def _ask(client: Client, picture: bytes, question: str) -> None:
     """For one token: the answer's time is the time to the first."""
-    client.post(CHAT, picture_request(MODEL, picture, question, 1))
+    client.post(CHAT, picture_request(str(MODEL), picture, question, 1))
 
 
 def _ready_roles(port: int) -> list[str]:

@@ -1,0 +1,63 @@
+"""A checkpoint whose vision tower costs beside its language model what a real one's does.
+
+The proportions are those of Qwen2.5-VL-3B: every width is an eighth of what it is there,
+and so is the number of layers. Weights are random and seeded; what it answers is noise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers.utils import logging
+
+from configs.demo import tiny_model
+
+HIDDEN, HEAD = 256, 128
+TEXT = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 5,  # four and a half
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24],
+    },
+}
+VISION = {
+    "depth": 4,
+    "hidden_size": 160,
+    "intermediate_size": 428,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "fullatt_block_indexes": [3],
+}
+"""Every eighth layer there sees the whole image, the others a window: here the last does."""
+
+
+def save(target: Path) -> None:
+    """Write it to ``target``, with the demo's tokenizer and processor."""
+    logging.disable_progress_bar()
+    tokenizer = tiny_model.build_tokenizer()
+    build_model(tiny_model.build_config(tokenizer.get_vocab())).save_pretrained(target)
+    processor = tiny_model.build_processor(tokenizer)
+    processor.save_pretrained(target)
+    processor.image_processor.save_pretrained(target)
+
+
+def build_model(demo: Qwen2_5_VLConfig) -> Qwen2_5_VLForConditionalGeneration:
+    """The model, with all that is not a size taken from the demo's configuration."""
+    whole = demo.to_dict()
+    del whole["text_config"]["layer_types"]  # one for each layer, and all alike
+    whole["text_config"] |= TEXT
+    whole["vision_config"] |= VISION
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**whole))
+    rng = torch.Generator().manual_seed(tiny_model.SEED)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or "ln_q" in name:
+                weight.fill_(1.0)
+            else:
+                weight.normal_(0.0, tiny_model.spread(name, weight), generator=rng)
+    return model
