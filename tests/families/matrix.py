@@ -61,17 +61,18 @@ class FamilyFleet:
         self.family = family
         self.deployment = Deployment(checkpoint, logs)
         start = self.deployment.start_frontend
+        trust = ("--trust-remote-code",) if family.own_code else ()
         flags = [
             flag
             for name, value in family.engine.items()
             for flag in (f"--{name.replace('_', '-')}", str(value))
         ]
         try:
-            self.worker = self.deployment.start_worker(*flags)
+            self.worker = self.deployment.start_worker(*trust, *flags)
             # Only one has a preprocess process: each takes as long to start as a frontend.
             self.frontends: Mapping[str, Frontend] = {
                 transfer: start(
-                    "--mm-transfer", transfer,
+                    *trust, "--mm-transfer", transfer,
                     "--mm-preprocess-workers", str(int(transfer == "shm")),
                     name=transfer,
                 )

@@ -32,7 +32,7 @@ def answers(family: Family, checkpoint: Path) -> dict[str, Any]:
         llm = LLM(
             model=str(checkpoint), dtype="float32", block_size=32, enforce_eager=True,
             max_model_len=8192, distributed_executor_backend="uni",
-            mm_processor_cache_gb=0, **family.engine,
+            mm_processor_cache_gb=0, trust_remote_code=family.own_code, **family.engine,
         )
         params = SamplingParams(
             max_tokens=6, temperature=0, ignore_eos=True, logprobs=LOGPROBS

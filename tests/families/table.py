@@ -19,6 +19,8 @@ class Family:
     kind: str = "vision-language"
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that its engines need besides those of all."""
+    own_code: bool = False
+    """Whether its processor is code in the checkpoint, which one has to trust."""
     no_reuse: str = ""
     """Why the engine reuses no part of a prompt; empty where it does."""
     no_engine: str = ""
@@ -40,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("idefics3", "Idefics3", "llava.idefics3"),
         Family("mistral-3", "Mistral 3 (Pixtral tower)", "llava.mistral3"),
+        Family("phi-3.5-vision", "Phi-3.5-vision", "phi.phi3_v", own_code=True),
         Family("qwen2-audio", "Qwen2-Audio", "qwen.qwen2_audio", ("audio",)),
         Family(
             "qwen2.5-omni", "Qwen2.5-Omni (thinker)", "omni.qwen2_5_omni",
