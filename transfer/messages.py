@@ -29,7 +29,7 @@ from vllm.v1.serial_utils import (
 from transfer.errors import BadMessage
 from transfer.tensor_ref import ArenaId, RemoteArena
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Frame = bytes | bytearray | memoryview
 
@@ -203,6 +203,11 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=1)]
 """The hash of a block, as the engine computes it."""
 
 
+RESUME_POINTS = "resume points"
+"""Stands where a medium does: of the blocks in ``GPU``, those behind which the engine can
+go on."""
+
+
 class KvSnapshot(msgspec.Struct, tag=True):
     """All blocks resident in an engine, as of delta ``seq`` of ``epoch``."""
 
@@ -210,6 +215,9 @@ class KvSnapshot(msgspec.Struct, tag=True):
     seq: int
     blocks: dict[str, list[Digest]]
     """Medium (``GPU``, ``CPU``, ...) -> block digests."""
+    to_resume_points: bool = False
+    """Whether the engine takes a prompt's leading blocks up to one of ``RESUME_POINTS``
+    only, because some of its cache groups keep parts of a prompt."""
 
 
 class KvDelta(msgspec.Struct, tag=True):
@@ -228,6 +236,8 @@ class KvDelta(msgspec.Struct, tag=True):
     at: float = 0.0
     """When the engine's events were made, in seconds since 1970 by its host's clock; 0
     where it does not say."""
+    to_resume_points: bool = False
+    """As in ``KvSnapshot``."""
 
 
 class FrontendShare(msgspec.Struct, frozen=True):

@@ -5,13 +5,18 @@ removal leaves a copy. So copies are counted, per medium and cache group, and on
 changes for a digest as a whole goes out to the frontends.
 
 A digest counts as held in a medium when every group there holds it: the engine reuses as
-much of a prompt as all its groups allow. Groups that look back over a part of the prompt
-only (sliding window, chunks, Mamba) need not have all of it, so counting them like the
-others may understate what will be reused, and never overstates it. A group that cannot be
-counted at all leaves nothing to promise.
+much of a prompt as all its groups allow. Groups that need a part of the prompt only
+(sliding window, Mamba) are left out of that where the engine has groups of full attention,
+too: what they allow is published as resume points (``resume_points``), the longest start
+that ends in one is what the engine takes (HybridKVCacheCoordinator). Groups with chunks are
+counted like full attention, which may understate what will be reused and never overstates
+it. A group that cannot be counted at all leaves nothing to promise.
 
-vLLM names relied on: distributed.kv_events.KVEventBatch, EventBatch, BlockStored,
-BlockRemoved, AllBlocksCleared, MEDIUM_GPU; v1.kv_cache_interface.KVCacheSpecKind.
+vLLM names relied on: distributed.kv_events.BlockStored, BlockRemoved, MEDIUM_GPU;
+v1.kv_cache_interface.KVCacheSpecKind. And the rules of
+v1.core.single_type_kv_cache_manager: a window of N tokens needs N - 1 before a prompt's
+next, a Mamba group one state; and that a step's events name every group
+(``tests/edges/test_hybrid_caches.py``).
 """
 
 from __future__ import annotations
@@ -20,23 +25,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable
 
-import msgspec
-from vllm.distributed.kv_events import (
-    MEDIUM_GPU,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    KVEventBatch,
-)
+from vllm.distributed.kv_events import MEDIUM_GPU, BlockRemoved, BlockStored
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
-from transfer.errors import BadMessage
-from transfer.messages import KvDelta, KvSnapshot
+from transfer.messages import RESUME_POINTS, KvDelta, KvSnapshot
+from workers.kv_events import Event, decode_batch
+from workers.resume_points import ResumePoints
 
 logger = logging.getLogger(__name__)
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 # None: an engine that names no kinds has one group.
 _WHOLE_KINDS = frozenset(
@@ -47,19 +43,17 @@ _WHOLE_KINDS = frozenset(
         KVCacheSpecKind.SINK_FULL_ATTENTION.value,
     }
 )
+_WINDOW_KINDS = frozenset(
+    {KVCacheSpecKind.SLIDING_WINDOW.value, KVCacheSpecKind.SLIDING_WINDOW_MLA.value}
+)
+_STATE_KINDS = frozenset({KVCacheSpecKind.MAMBA.value})
 _PARTIAL_KINDS = {
-    KVCacheSpecKind.SLIDING_WINDOW.value: "once parts of the window have been evicted",
-    KVCacheSpecKind.SLIDING_WINDOW_MLA.value: "once parts of the window have been evicted",
+    **dict.fromkeys(_WINDOW_KINDS, "once parts of the window have been evicted"),
     KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION.value: "once parts of a chunk have been evicted",
-    KVCacheSpecKind.MAMBA.value: "as it keeps the state after some blocks only",
+    **dict.fromkeys(_STATE_KINDS, "as it keeps the state after some blocks only"),
 }
-"""Kinds that need a part of the prompt, and when less is promised than will be reused."""
-_EVENT_TYPES: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)
-}
-
-_batch_decoder = msgspec.msgpack.Decoder(KVEventBatch)
-_any_batch_decoder = msgspec.msgpack.Decoder(EventBatch)
+"""Kinds that need a part of the prompt, and when less is promised than will be reused
+where they are counted like full attention."""
 
 # Copies of each digest, by cache group.
 _Groups = dict[int | None, dict[bytes, int]]
@@ -68,13 +62,21 @@ _Groups = dict[int | None, dict[bytes, int]]
 class KvState:
     """The resident blocks of one engine, and the deltas that lead to them."""
 
-    def __init__(self, block_size: int, epoch: str) -> None:
-        """``block_size`` is the tokens per hashed block; ``epoch`` names this start."""
+    def __init__(self, block_size: int, epoch: str, *, drops_last_match: bool = False) -> None:
+        """``block_size`` is the tokens per hashed block; ``epoch`` names this start.
+
+        ``drops_last_match``: the engine computes the last block it finds once more. What
+        its windows then need is not followed here; they count like full attention.
+        """
         self._block_size = block_size
         self._epoch = epoch
         self._seq = 0
         self._groups: dict[str, _Groups] = {}
         self._published: dict[str, set[bytes]] = {}
+        self._kinds: dict[int | None, str | None] = {}
+        self._follows_windows = not drops_last_match
+        self._resume_points: ResumePoints | None = None
+        """Where the engine has groups that forget beside those of full attention."""
         self._uncounted = ""
         """Why nothing can be promised; empty where it can."""
         self._warned: set[str] = set()
@@ -91,9 +93,10 @@ class KvState:
             BadMessage: the payload is not a batch of events, or it names blocks by
                 integers. Nothing of it has been applied.
         """
-        events, at = self._decode(payload)
+        events, at = decode_batch(payload, self._warn_once)
         touched: dict[str, set[bytes]] = defaultdict(set)
         cleared = False
+        self._learn_kinds(events, touched)
         for event in events:
             if isinstance(event, BlockStored):
                 self._store(event, touched)
@@ -117,40 +120,24 @@ class KvState:
             epoch=self._epoch,
             seq=self._seq,
             blocks={medium: list(held) for medium, held in self._published.items() if held},
+            to_resume_points=self._resume_points is not None,
         )
 
-    def _decode(self, payload: bytes) -> tuple[list[Event], float]:
-        """The events, and when they were made."""
-        try:
-            batch = _batch_decoder.decode(payload)
-            events: list[Event] = list(batch.events)
-            at = float(batch.ts)
-        except msgspec.MsgspecError:
-            events, at = self._decode_one_by_one(payload), 0.0
+    def _learn_kinds(self, events: Iterable[Event], touched: dict[str, set[bytes]]) -> None:
+        """Before anything is counted: a prompt's blocks are stored group by group."""
         for event in events:
-            if not isinstance(event, AllBlocksCleared) and not all(
-                isinstance(digest, bytes) for digest in event.block_hashes
-            ):
-                raise BadMessage(
-                    "the engine publishes block hashes as integers: "
-                    "start it with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0"
-                )
-        return events, at
+            if isinstance(event, BlockStored) and self._why_not_counted(event) is None:
+                self._kinds[event.group_idx] = event.kv_cache_spec_kind
+        if self._resume_points is None and self._follows_windows and (
+            not _WHOLE_KINDS.isdisjoint(self._kinds.values())
+            and any(self._forgets(group) for group in self._kinds)
+        ):
+            self._resume_points = ResumePoints()
+            for copies in self._groups.get(MEDIUM_GPU, {}).values():
+                touched[MEDIUM_GPU].update(copies)
 
-    def _decode_one_by_one(self, payload: bytes) -> list[Event]:
-        """Decode a batch that may hold events of types unknown to us, leaving those out."""
-        try:
-            raw_events = _any_batch_decoder.decode(payload).events
-            events = []
-            for raw in raw_events:
-                name = raw.get("type") if isinstance(raw, dict) else None
-                if isinstance(name, str) and name in _EVENT_TYPES:
-                    events.append(msgspec.convert(raw, _EVENT_TYPES[name]))
-                else:
-                    self._warn_once(f"ignoring KV events of unknown type {name!r}")
-            return events
-        except msgspec.MsgspecError as error:
-            raise BadMessage(f"not a batch of KV events: {error}") from error
+    def _forgets(self, group: int | None) -> bool:
+        return self._kinds.get(group) in _WINDOW_KINDS | _STATE_KINDS
 
     def _store(self, event: BlockStored, touched: dict[str, set[bytes]]) -> None:
         if (reason := self._why_not_counted(event)) is not None:
@@ -160,21 +147,40 @@ class KvState:
                     touched[held_in].update(held)
                 logger.warning("no reuse of cached blocks will be promised: %s", reason)
             return
-        if (when := _PARTIAL_KINDS.get(event.kv_cache_spec_kind or "")) is not None:
+        medium = event.medium or MEDIUM_GPU
+        points = self._resume_points if medium == MEDIUM_GPU else None
+        forgets = points is not None and self._forgets(event.group_idx)
+        when = _PARTIAL_KINDS.get(event.kv_cache_spec_kind or "")
+        if when is not None and not forgets:
             self._warn_once(
                 f"cache group {event.group_idx} is {event.kv_cache_spec_kind}: less may be "
                 f"promised than is reused, {when}"
             )
-        medium = event.medium or MEDIUM_GPU
         groups = self._groups.setdefault(medium, {})
         if event.group_idx not in groups:
             groups[event.group_idx] = {}
             # What was held without this group is held no more.
             touched[medium].update(self._published.get(medium, ()))
         copies = groups[event.group_idx]
-        for digest in _as_bytes(event.block_hashes):
+        if points is not None and forgets:
+            points.add_group(event.group_idx, self._needed_by(event), copies)
+        digests = list(_as_bytes(event.block_hashes))
+        for digest in digests:
             copies[digest] = copies.get(digest, 0) + 1
             touched[medium].add(digest)
+            if points is not None and forgets:
+                points.changed(digest)
+        if points is not None and event.kv_cache_spec_kind in _WHOLE_KINDS:
+            parent = event.parent_block_hash
+            points.link(parent if isinstance(parent, bytes) else None, digests)
+
+    def _needed_by(self, event: BlockStored) -> int:
+        """How many blocks in a row a group that forgets needs before a prompt's next token."""
+        if event.kv_cache_spec_kind in _STATE_KINDS:
+            return 1
+        # Without its size, a window would be as good as full attention.
+        window = event.kv_cache_spec_sliding_window or 1 << 40
+        return -(-(window - 1) // self._block_size)
 
     def _why_not_counted(self, event: BlockStored) -> str | None:
         kind = event.kv_cache_spec_kind
@@ -200,11 +206,15 @@ class KvState:
             elif count == 1:
                 del copies[digest]
                 touched[medium].add(digest)
+                if self._resume_points is not None and medium == MEDIUM_GPU:
+                    self._resume_points.changed(digest)
 
     def _forget_copies(self) -> None:
         for groups in self._groups.values():
             for copies in groups.values():
                 copies.clear()
+        if self._resume_points is not None:
+            self._resume_points.clear()
 
     def _publish(
         self, touched: dict[str, set[bytes]], cleared: bool, at: float = 0.0
@@ -215,25 +225,53 @@ class KvState:
             self._published.clear()
         stored: dict[str, list[bytes]] = {}
         removed: dict[str, list[bytes]] = {}
-        for medium, digests in touched.items():
-            groups = self._groups[medium]
-            published = self._published.setdefault(medium, set())
-            held = {d for d in digests if all(d in copies for copies in groups.values())}
-            if self._uncounted:
-                held = set()
-            if gained := held - published:
-                stored[medium] = list(gained)
-            if lost := (digests - held) & published:
-                removed[medium] = list(lost)
-            published |= gained
-            published -= lost
+        points = self._resume_points
+        for medium, digests in list(touched.items()):
+            held = self._held(medium, digests)
+            self._note(medium, digests, held, stored, removed)
+            if points is not None and medium == MEDIUM_GPU:
+                for digest in digests - held:
+                    points.unlink(digest)
+        if points is not None:
+            moved = points.take_moved()
+            held = set() if self._uncounted else {d for d in moved if d in points}
+            self._note(RESUME_POINTS, moved, held, stored, removed)
         if not (stored or removed or cleared):
             return None
         self._seq += 1
         return KvDelta(
             epoch=self._epoch, seq=self._seq, stored=stored, removed=removed, cleared=cleared,
-            at=at,
+            at=at, to_resume_points=points is not None,
         )
+
+    def _held(self, medium: str, digests: set[bytes]) -> set[bytes]:
+        """Those of ``digests`` that every group holds, apart from those that forget."""
+        if self._uncounted:
+            return set()
+        forget = medium == MEDIUM_GPU and self._resume_points is not None
+        groups = [
+            copies
+            for group, copies in self._groups[medium].items()
+            if not (forget and self._forgets(group))
+        ]
+        return {d for d in digests if all(d in copies for copies in groups)}
+
+    def _note(
+        self,
+        medium: str,
+        digests: set[bytes],
+        held: set[bytes],
+        stored: dict[str, list[bytes]],
+        removed: dict[str, list[bytes]],
+    ) -> None:
+        """Publish that of ``digests`` those in ``held`` are held."""
+        published = self._published.setdefault(medium, set())
+        if gained := held - published:
+            stored[medium] = list(gained)
+        if lost := (digests - held) & published:
+            removed[medium] = list(lost)
+        published |= gained
+        published -= lost
 
     def _warn_once(self, message: str) -> None:
         # Bounded by the kinds, groups and block sizes of one engine.

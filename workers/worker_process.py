@@ -159,7 +159,9 @@ async def _serve(
         transfer="inline",
         transfer_reason="",
     )
-    kv_state = KvState(facts.block_size, epoch)
+    kv_state = KvState(
+        facts.block_size, epoch, drops_last_match=facts.drops_last_matched_block
+    )
     frontends = Frontends()
     inputs = EngineInputs(engine)
     outbox = Outbox(engine, inputs, link, frontends)

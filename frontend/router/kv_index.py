@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from transfer.messages import RESUME_POINTS
+
 # The medium from which the engine serves a prefix without loading or recomputing it.
 SERVED_MEDIUM = "GPU"
 
@@ -31,6 +33,8 @@ class KvIndex:
 
     def __init__(self) -> None:
         self._bits: dict[str, int] = {}
+        self._to_resume_points: set[str] = set()
+        """Workers whose engines go on behind certain blocks only."""
         self._workers: dict[int, str] = {}
         """By bit."""
         self._slots = 0
@@ -83,6 +87,13 @@ class KvIndex:
                     if not shard:
                         shard.clear()  # gives back its room, which del does not
 
+    def go_on_at_points(self, worker: str, only_there: bool) -> None:
+        """Note whether ``worker`` can go on behind blocks in ``RESUME_POINTS`` only."""
+        if only_there and worker in self._bits:
+            self._to_resume_points.add(worker)
+        else:
+            self._to_resume_points.discard(worker)
+
     def clear(self, worker: str) -> None:
         """Forget all blocks of ``worker``, which stays known."""
         if worker in self._bits:
@@ -99,6 +110,7 @@ class KvIndex:
     def drop_worker(self, worker: str) -> None:
         """Forget ``worker``: it counts no more, and ``sweep`` gives back its room."""
         bit = self._bits.pop(worker, None)
+        self._to_resume_points.discard(worker)
         if bit is not None:
             self._live ^= bit
             del self._workers[bit]
@@ -126,6 +138,12 @@ class KvIndex:
 
         Only the served medium counts: a block elsewhere must be loaded first.
         """
+        overlaps = self._leading(digests)
+        if self._to_resume_points:
+            self._back_to_resume_points(digests, overlaps)
+        return overlaps
+
+    def _leading(self, digests: Sequence[bytes]) -> dict[str, int]:
         overlaps = dict.fromkeys(self._bits, 0)
         table, workers = self._served, self._workers
         alive, last, position = self._live, 0, 0
@@ -150,6 +168,26 @@ class KvIndex:
             pass
         self._note(overlaps, alive, position)
         return overlaps
+
+    def _back_to_resume_points(
+        self, digests: Sequence[bytes], overlaps: dict[str, int]
+    ) -> None:
+        """Shorten overlaps to the last block behind which their worker can go on."""
+        reaching: dict[int, int] = {}
+        """By overlap, those that have it."""
+        for worker in self._to_resume_points:
+            blocks = overlaps[worker]
+            reaching[blocks] = reaching.get(blocks, 0) | self._bits[worker]
+        points = self._tables.get(RESUME_POINTS) or _new_table()
+        looking = 0
+        for blocks in range(max(reaching), 0, -1):
+            looking |= reaching.get(blocks, 0)
+            if looking:
+                digest = digests[blocks - 1]
+                found = points[digest[-1]].get(digest, 0) & looking
+                self._note(overlaps, found, blocks)
+                looking ^= found
+        self._note(overlaps, looking, 0)
 
     def media(self) -> set[str]:
         """Return the media in which anybody may hold anything."""

@@ -93,6 +93,7 @@ class KvPlane:
             return not feed.caught_up
         self._adopt_epoch(worker, feed, snapshot.epoch)
         self._index.replace(worker, snapshot.blocks)
+        self._index.go_on_at_points(worker, snapshot.to_resume_points)
         self.snapshots += 1
         feed.seq = snapshot.seq
         feed.caught_up = True
@@ -220,5 +221,6 @@ class KvPlane:
             self._index.remove(worker, digests, medium)
         for medium, digests in delta.stored.items():
             self._index.store(worker, digests, medium)
+        self._index.go_on_at_points(worker, delta.to_resume_points)
         feed.seq = delta.seq
         self.deltas += 1

@@ -18,16 +18,19 @@ from vllm.distributed.kv_events import (
 )
 
 from transfer.errors import BadMessage
-from transfer.messages import KvDelta
+from transfer.messages import RESUME_POINTS, KvDelta
 from workers.kv_state import KvState
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 
 
-def stored(*digests, block_size=32, medium="GPU", group=0, kind="full_attention"):
+def stored(
+    *digests, block_size=32, medium="GPU", group=0, kind="full_attention", parent=None,
+    window=None,
+):
     return BlockStored(
         block_hashes=list(digests),
-        parent_block_hash=None,
+        parent_block_hash=parent,
         token_ids=list(range(block_size * len(digests))),
         block_size=block_size,
         lora_id=None,
@@ -36,6 +39,7 @@ def stored(*digests, block_size=32, medium="GPU", group=0, kind="full_attention"
         extra_keys=[("an image", 3)] * len(digests),
         group_idx=group,
         kv_cache_spec_kind=kind,
+        kv_cache_spec_sliding_window=window,
     )
 
 
@@ -145,10 +149,20 @@ def test_with_a_group_that_cannot_be_counted_nothing_is_promised(kind, caplog):
     ]
 
 
-@pytest.mark.parametrize(
-    "kind", ["sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention"]
-)
-def test_a_block_that_a_group_of_another_kind_lacks_is_not_promised(kind, caplog):
+WINDOWS = ["sliding_window", "sliding_window_mla"]
+
+
+@pytest.mark.parametrize("kind", [*WINDOWS, "mamba", "chunked_local_attention"])
+def test_a_single_group_counts_whatever_its_kind(kind, caplog):
+    state = state_after(stored(A, B, kind=kind))
+    assert resident(state) == {"GPU": {A, B}}
+    assert not state.snapshot().to_resume_points
+    [record] = caplog.records
+    assert f"cache group 0 is {kind}: less may be promised" in record.getMessage()
+
+
+def test_a_block_that_a_group_with_chunks_lacks_is_not_promised(caplog):
+    kind = "chunked_local_attention"
     state = state_after(stored(A, B), stored(A, B, group=1, kind=kind))
     assert resident(state) == {"GPU": {A, B}}
     assert state.apply(batch(removed(A, group=1))).removed == {"GPU": [A]}
@@ -156,6 +170,66 @@ def test_a_block_that_a_group_of_another_kind_lacks_is_not_promised(kind, caplog
     assert resident(state) == {"GPU": {B}}
     [record] = caplog.records
     assert f"cache group 1 is {kind}: less may be promised" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("full_first", [True, False])
+def test_beside_full_attention_a_window_tells_where_to_go_on(kind, full_first, caplog):
+    events = [stored(A, B, C), stored(B, C, group=1, kind=kind, window=65)]
+    state = KvState(32, "e1")
+    delta = state.apply(batch(*(events if full_first else reversed(events))))
+    assert delta.to_resume_points
+    assert {medium: set(blocks) for medium, blocks in delta.stored.items()} == {
+        "GPU": {A, B, C}, RESUME_POINTS: {C},
+    }
+    assert state.snapshot().to_resume_points
+    assert resident(state) == {"GPU": {A, B, C}, RESUME_POINTS: {C}}
+    assert state.apply(batch(removed(B, group=1))).removed == {RESUME_POINTS: [C]}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("window", "points"), [(1, {B, C}), (33, {B, C}), (34, {C}), (66, set())]
+)
+def test_a_window_needs_the_blocks_that_it_reaches_into(window, points):
+    seen = stored(B, C, group=1, kind="sliding_window", window=window)
+    state = state_after(stored(A, B, C), seen)
+    assert resident(state).get(RESUME_POINTS, set()) == points
+
+
+def test_states_are_resume_points():
+    state = state_after(stored(A, B, C), stored(B, group=1, kind="mamba"))
+    assert resident(state) == {"GPU": {A, B, C}, RESUME_POINTS: {B}}
+
+
+def test_a_resume_point_that_full_attention_has_lost_is_none():
+    state = state_after(stored(A, B), stored(B, group=1, kind="mamba"))
+    delta = state.apply(batch(removed(B)))
+    assert delta.removed == {"GPU": [B], RESUME_POINTS: [B]}
+    assert state.apply(batch(stored(B, parent=A))).stored == {"GPU": [B], RESUME_POINTS: [B]}
+
+
+def test_a_window_that_appears_late_leaves_what_it_does_not_know_of_unpromised():
+    state = state_after(stored(A))
+    delta = state.apply(batch(stored(B, group=1, kind="mamba"), stored(B, parent=A)))
+    assert delta.to_resume_points
+    assert resident(state) == {"GPU": {A, B}, RESUME_POINTS: {B}}
+
+
+def test_cleared_resume_points_are_gone():
+    state = state_after(stored(A), stored(A, group=1, kind="mamba"))
+    delta = state.apply(batch(AllBlocksCleared()))
+    assert (delta.cleared, delta.stored, delta.removed) == (True, {}, {})
+    assert resident(state) == {}
+    state.apply(batch(stored(B), stored(B, group=1, kind="mamba")))
+    assert resident(state) == {"GPU": {B}, RESUME_POINTS: {B}}
+
+
+def test_an_engine_that_drops_its_last_match_is_promised_less():
+    state = KvState(32, "e1", drops_last_match=True)
+    state.apply(batch(stored(A, B), stored(B, group=1, kind="sliding_window", window=8)))
+    assert resident(state) == {"GPU": {B}}
+    assert not state.snapshot().to_resume_points
 
 
 def test_a_block_is_held_only_when_all_prefix_groups_hold_it():

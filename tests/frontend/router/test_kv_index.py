@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.router.kv_index import KvIndex
+from transfer.messages import RESUME_POINTS
 
 A, B, C, D = b"a" * 32, b"b" * 32, b"c" * 32, b"d" * 32
 DIGESTS = [bytes([n]) * 4 for n in range(6)]
@@ -44,6 +45,34 @@ def test_only_blocks_that_need_no_loading_are_overlap(medium, overlap):
     index.store("w", [A], medium)
     assert index.overlap([A]) == {"w": overlap}
     assert index.resident("w") == {A}
+
+
+def test_an_engine_that_goes_on_at_points_is_counted_up_to_the_last_of_them():
+    index = KvIndex()
+    for worker, points in (("none", []), ("one", [B]), ("two", [B, D]), ("beyond", [D])):
+        index.store(worker, [A, B, C, D] if worker != "beyond" else [A, B, C])
+        index.store(worker, points, RESUME_POINTS)
+        index.go_on_at_points(worker, True)
+    index.store("plain", [A, B, C])
+    index.store("plain", [A], RESUME_POINTS)
+    assert index.overlap([A, B, C, D]) == {
+        "none": 0, "one": 2, "two": 4, "beyond": 0, "plain": 3,
+    }
+    assert index.overlap([A, B, C])["two"] == 2
+    assert index.overlap([]) == dict.fromkeys(["none", "one", "two", "beyond", "plain"], 0)
+    index.remove("one", [B], RESUME_POINTS)
+    assert index.overlap([A, B, C])["one"] == 0
+
+
+def test_a_worker_that_comes_anew_is_asked_anew_where_it_goes_on():
+    index = KvIndex()
+    index.store("w", [A])
+    index.go_on_at_points("w", True)
+    index.drop_worker("w")
+    index.store("w", [A])
+    assert index.overlap([A]) == {"w": 1}
+    index.go_on_at_points("unknown", True)
+    assert index.overlap([A]) == {"w": 1}
 
 
 def test_a_block_leaves_one_medium_and_stays_in_the_other():

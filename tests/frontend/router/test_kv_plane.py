@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from frontend.router.kv_index import KvIndex
 from frontend.router.kv_plane import KvPlane
-from transfer.messages import KvDelta, KvSnapshot
+from transfer.messages import RESUME_POINTS, KvDelta, KvSnapshot
 
 A, B, C = b"a", b"b", b"c"
 
@@ -49,6 +49,27 @@ def test_deltas_in_order_are_applied_at_once():
     assert not plane.on_delta("w", removed(2, B))
     assert index.resident("w") == {A}
     assert (plane.deltas, plane.gaps, plane.snapshots) == (2, 0, 1)
+
+
+def test_where_an_engine_goes_on_comes_with_snapshots_and_deltas():
+    plane, index = caught_up_plane(0, A, B)
+    assert index.overlap([A, B]) == {"w": 2}
+    points = {RESUME_POINTS: [A]}
+    plane.on_delta(
+        "w", KvDelta(epoch="e1", seq=1, stored=points, to_resume_points=True)
+    )
+    assert index.overlap([A, B]) == {"w": 1}
+    plane.on_delta(
+        "w", KvDelta(epoch="e1", seq=2, cleared=True, to_resume_points=True)
+    )
+    assert index.overlap([A, B]) == {"w": 0}
+    blocks = {"GPU": [A, B], RESUME_POINTS: [B]}
+    plane.on_ready("w", "e1")
+    plane.on_snapshot(
+        "w", KvSnapshot(epoch="e1", seq=3, blocks=blocks, to_resume_points=True)
+    )
+    assert index.overlap([A, B]) == {"w": 2}
+    assert index.overlap([A]) == {"w": 0}
 
 
 def test_repeated_and_old_deltas_are_ignored():
