@@ -37,7 +37,7 @@ from frontend.outputs import ENGINE_INDEX, OutputStream
 from frontend.receipt import current_receipt
 from frontend.request_items import identify, is_by_reference, with_tensors
 from frontend.request_log import RequestLog
-from frontend.router.block_hashes import RequestHasher
+from frontend.router.block_hashes import RequestBlocks, RequestHasher
 from frontend.router.router import Router
 from frontend.worker_pool import Worker, WorkerPool
 from transfer.arena import Arena
@@ -172,20 +172,25 @@ class RoutedEngineClient(AdminCalls):
         name_adapter(request)
         if request.mm_features and self._cache is not None:
             identify(request, self._cache, self._embeddings)
-        await self._have_encoded(request)
-        routed = await self.requests.add(request)
+        blocks = await self._have_encoded(request)
+        routed = await self.requests.add(request, blocks)
         log_routed(routed)
         self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
             receipt.routed.append(routed)
 
-    async def _have_encoded(self, request: EngineCoreRequest) -> None:
-        """Where there are workers that only encode, leave new images to them."""
+    async def _have_encoded(self, request: EngineCoreRequest) -> RequestBlocks | None:
+        """Where there are workers that only encode, leave new images to them.
+
+        Returns the blocks of the prompt, if they had to be hashed for it.
+        """
         encoders = self.pool.encode_workers()
         if encoders and request.mm_features and self.requests.hasher is not None:
             generators = list(self.pool.ready_workers())
             blocks = self.requests.hasher.hash(request)
             await self._encoders.encode(request, blocks, encoders, generators)
+            return blocks
+        return None
 
     def _send_to_encode(
         self, request: EngineCoreRequest, worker: Worker, inline: bool

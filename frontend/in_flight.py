@@ -27,7 +27,7 @@ from frontend.receipt import Routed
 from frontend.request_items import is_by_reference, with_tensors
 from frontend.request_log import ABORT, LOST, RequestLog, SendTimes
 from frontend.resumption import CannotResume, Resumption, resume
-from frontend.router.block_hashes import RequestHasher
+from frontend.router.block_hashes import RequestBlocks, RequestHasher
 from frontend.router.router import Route, Router
 from frontend.worker_pool import Worker, WorkerPool
 from transfer.arena import Arena
@@ -156,8 +156,10 @@ class InFlight:
 
     # Sending.
 
-    async def add(self, request: EngineCoreRequest) -> Routed:
-        """Route a request and send it.
+    async def add(
+        self, request: EngineCoreRequest, blocks: RequestBlocks | None = None
+    ) -> Routed:
+        """Route a request and send it; without ``blocks`` its prompt is hashed first.
 
         Raises:
             NoWorkers: none was ready in time.
@@ -167,7 +169,8 @@ class InFlight:
             raise NoWorkers(self._worker_wait_timeout)
         # A request whose input streams in comes in parts, all for one worker.
         earlier = self._sent.get(request.request_id)
-        route, transfer = self._route_and_send(request, earlier.worker if earlier else None)
+        pinned = earlier.worker if earlier else None
+        route, transfer = self._route_and_send(request, pinned, blocks=blocks)
         return Routed(
             route.worker, route.overlap_blocks, route.prompt_blocks, transfer,
             route.images.held, route.images.needed, request.request_id,
@@ -197,10 +200,11 @@ class InFlight:
         request: EngineCoreRequest,
         pinned: str | None = None,
         tried: Set[str] = frozenset(),
+        blocks: RequestBlocks | None = None,
     ) -> tuple[Route, str]:
         """Returns where it goes and how its tensors do."""
         began = time.perf_counter()
-        route, worker = self._route(request, pinned, tried)
+        route, worker = self._route(request, pinned, tried, blocks)
         decided = time.perf_counter()
         transfer = self._send(request, worker, held=route.images.shared)
         times = SendTimes(began, decided, time.perf_counter())
@@ -212,6 +216,7 @@ class InFlight:
         request: EngineCoreRequest,
         pinned: str | None = None,
         tried: Set[str] = frozenset(),
+        blocks: RequestBlocks | None = None,
     ) -> tuple[Route, Worker]:
         """Choose the worker and charge it, without giving up the event loop.
 
@@ -224,7 +229,8 @@ class InFlight:
         candidates = [name for name in workers if name not in tried] or list(workers)
         if not candidates:
             raise NoWorkers(0)
-        blocks = self.hasher.hash(request) if self.hasher is not None else None
+        if blocks is None and self.hasher is not None:
+            blocks = self.hasher.hash(request)
         family = _family(request.request_id)
         route = self._router.route(
             request.request_id,

@@ -55,6 +55,10 @@ _PARTIAL_KINDS = {
 """Kinds that need a part of the prompt, and when less is promised than will be reused
 where they are counted like full attention."""
 
+# In the order in which the engine told of them, which is mostly that of the prompts: a
+# frontend looks up fastest what it was told in that order.
+_Ordered = dict[bytes, None]
+
 # Copies of each digest, by cache group.
 _Groups = dict[int | None, dict[bytes, int]]
 
@@ -72,7 +76,7 @@ class KvState:
         self._epoch = epoch
         self._seq = 0
         self._groups: dict[str, _Groups] = {}
-        self._published: dict[str, set[bytes]] = {}
+        self._published: dict[str, _Ordered] = {}
         self._kinds: dict[int | None, str | None] = {}
         self._follows_windows = not drops_last_match
         self._resume_points: ResumePoints | None = None
@@ -94,7 +98,7 @@ class KvState:
                 integers. Nothing of it has been applied.
         """
         events, at = decode_batch(payload, self._warn_once)
-        touched: dict[str, set[bytes]] = defaultdict(set)
+        touched: dict[str, _Ordered] = defaultdict(dict)
         cleared = False
         self._learn_kinds(events, touched)
         for event in events:
@@ -123,7 +127,7 @@ class KvState:
             to_resume_points=self._resume_points is not None,
         )
 
-    def _learn_kinds(self, events: Iterable[Event], touched: dict[str, set[bytes]]) -> None:
+    def _learn_kinds(self, events: Iterable[Event], touched: dict[str, _Ordered]) -> None:
         """Before anything is counted: a prompt's blocks are stored group by group."""
         for event in events:
             if isinstance(event, BlockStored) and self._why_not_counted(event) is None:
@@ -134,12 +138,12 @@ class KvState:
         ):
             self._resume_points = ResumePoints()
             for copies in self._groups.get(MEDIUM_GPU, {}).values():
-                touched[MEDIUM_GPU].update(copies)
+                touched[MEDIUM_GPU].update(dict.fromkeys(copies))
 
     def _forgets(self, group: int | None) -> bool:
         return self._kinds.get(group) in _WINDOW_KINDS | _STATE_KINDS
 
-    def _store(self, event: BlockStored, touched: dict[str, set[bytes]]) -> None:
+    def _store(self, event: BlockStored, touched: dict[str, _Ordered]) -> None:
         if (reason := self._why_not_counted(event)) is not None:
             if not self._uncounted:
                 self._uncounted = reason
@@ -160,14 +164,14 @@ class KvState:
         if event.group_idx not in groups:
             groups[event.group_idx] = {}
             # What was held without this group is held no more.
-            touched[medium].update(self._published.get(medium, ()))
+            touched[medium].update(self._published.get(medium, {}))
         copies = groups[event.group_idx]
         if points is not None and forgets:
             points.add_group(event.group_idx, self._needed_by(event), copies)
         digests = list(_as_bytes(event.block_hashes))
         for digest in digests:
             copies[digest] = copies.get(digest, 0) + 1
-            touched[medium].add(digest)
+            touched[medium][digest] = None
             if points is not None and forgets:
                 points.changed(digest)
         if points is not None and event.kv_cache_spec_kind in _WHOLE_KINDS:
@@ -193,7 +197,7 @@ class KvState:
             )
         return None
 
-    def _remove(self, event: BlockRemoved, touched: dict[str, set[bytes]]) -> None:
+    def _remove(self, event: BlockRemoved, touched: dict[str, _Ordered]) -> None:
         # A removal tells only its group: one that cannot be counted has no copies.
         medium = event.medium or MEDIUM_GPU
         copies = self._groups.get(medium, {}).get(event.group_idx)
@@ -205,7 +209,7 @@ class KvState:
                 copies[digest] = count - 1
             elif count == 1:
                 del copies[digest]
-                touched[medium].add(digest)
+                touched[medium][digest] = None
                 if self._resume_points is not None and medium == MEDIUM_GPU:
                     self._resume_points.changed(digest)
 
@@ -217,7 +221,7 @@ class KvState:
             self._resume_points.clear()
 
     def _publish(
-        self, touched: dict[str, set[bytes]], cleared: bool, at: float = 0.0
+        self, touched: dict[str, _Ordered], cleared: bool, at: float = 0.0
     ) -> KvDelta | None:
         """Bring what is published up to date; return the difference, None if there is none."""
         cleared = cleared and any(self._published.values())
@@ -230,7 +234,7 @@ class KvState:
             held = self._held(medium, digests)
             self._note(medium, digests, held, stored, removed)
             if points is not None and medium == MEDIUM_GPU:
-                for digest in digests - held:
+                for digest in digests.keys() - held:
                     points.unlink(digest)
         if points is not None:
             moved = points.take_moved()
@@ -244,7 +248,7 @@ class KvState:
             at=at, to_resume_points=points is not None,
         )
 
-    def _held(self, medium: str, digests: set[bytes]) -> set[bytes]:
+    def _held(self, medium: str, digests: Iterable[bytes]) -> set[bytes]:
         """Those of ``digests`` that every group holds, apart from those that forget."""
         if self._uncounted:
             return set()
@@ -259,19 +263,22 @@ class KvState:
     def _note(
         self,
         medium: str,
-        digests: set[bytes],
+        digests: Iterable[bytes],
         held: set[bytes],
         stored: dict[str, list[bytes]],
         removed: dict[str, list[bytes]],
     ) -> None:
         """Publish that of ``digests`` those in ``held`` are held."""
-        published = self._published.setdefault(medium, set())
-        if gained := held - published:
-            stored[medium] = list(gained)
-        if lost := (digests - held) & published:
-            removed[medium] = list(lost)
-        published |= gained
-        published -= lost
+        published = self._published.setdefault(medium, {})
+        for digest in digests:
+            if (digest in held) == (digest in published):
+                continue
+            if digest in held:
+                published[digest] = None
+                stored.setdefault(medium, []).append(digest)
+            else:
+                del published[digest]
+                removed.setdefault(medium, []).append(digest)
 
     def _warn_once(self, message: str) -> None:
         # Bounded by the kinds, groups and block sizes of one engine.

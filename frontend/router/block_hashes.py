@@ -1,11 +1,10 @@
 """The block hashes that the engine itself will compute for a request.
 
-Nothing here hashes: the request goes through vLLM's own ``Request`` and block hasher, as
-it will in the engine, so images, LoRA, cache salt and prompt embeddings enter the hashes
-exactly as they do there.
+The request goes through vLLM's own ``Request`` with a block hasher that gives vLLM's own
+hashes, as it will in the engine, so images, LoRA, cache salt and prompt embeddings enter
+the hashes exactly as they do there.
 
-vLLM names relied on: utils.hashing.get_hash_fn_by_name;
-v1.core.kv_cache_utils.get_request_block_hasher; v1.request.Request;
+vLLM names relied on: v1.request.Request;
 v1.engine.EngineCoreRequest (mm_features: identifier, mm_position).
 """
 
@@ -14,11 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
+from frontend.router.cbor_block_hasher import block_hasher
 from frontend.router.image_affinity import PromptImage
 from transfer.block_hash_root import root_hash_of
 
@@ -68,9 +66,7 @@ class RequestHasher:
             )
         self.block_size = block_size
         self._drops_last_match = drops_last_match
-        self._block_hasher = get_request_block_hasher(
-            block_size, get_hash_fn_by_name(algorithm)
-        )
+        self._block_hasher = block_hasher(block_size, algorithm)
 
     def hash(self, request: EngineCoreRequest) -> RequestBlocks:
         """Hash the full blocks of the prompt; ``request`` is neither kept nor changed.

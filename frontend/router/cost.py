@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,52 +94,65 @@ class Choice(NamedTuple):
     tied: int
 
 
-def cost_of(
+class Work(NamedTuple):
+    """What a request means to one worker."""
+
+    overlap_blocks: int = 0
+    """Leading blocks of the prompt that it holds."""
+    promised_blocks: int = 0
+    """Those behind them that it is about to hold."""
+    image_tokens: int = 0
+    """Placeholder tokens of the images that it would have to encode."""
+    queued_image_tokens: int = 0
+    """Those of images of this request that it is about to encode anyway."""
+
+
+def costs_of(
     num_tokens: int,
-    overlap_blocks: int,
-    promised_blocks: int,
-    load: WorkerLoad,
+    works: Iterable[tuple[int, int, int, int]],
+    loads: Iterable[WorkerLoad],
     block_size: int,
     settings: RouterSettings,
-    image_tokens: int = 0,
-    queued_image_tokens: int = 0,
     mean_requests: float = math.inf,
-) -> float:
-    """Return the cost of the request on a worker, in tokens of prefill.
+) -> list[float]:
+    """Return the cost of the request on each worker, in tokens of prefill.
 
-    ``overlap_blocks`` are leading blocks that the worker holds; ``promised_blocks`` are
-    those behind them that it is about to hold. ``image_tokens`` are the placeholder tokens
-    of images that it would have to encode, ``queued_image_tokens`` those of images of this
-    request that it is about to encode anyway. ``mean_requests`` is the mean over all
-    workers of the requests in flight, this one included; without it nobody is crowded.
+    ``works`` and ``loads`` are the workers' in the same order, the former with the fields of
+    ``Work``. ``mean_requests`` is the mean over all workers of the requests in flight, this
+    one included; without it nobody is crowded.
     """
-    # Called for every worker at every decision: comparisons, not calls of max.
-    known = overlap_blocks + promised_blocks
-    credit = block_size * settings.overlap_score_credit
-    if known * block_size < num_tokens * WORTH_FOLLOWING:
-        credit = 0.0
-    own = num_tokens - known * credit
-    if own < 0.0:
-        own = 0.0
-    encoder_scale = settings.encoder_load_scale
-    cost = settings.prefill_load_scale * (own + image_tokens * encoder_scale)
-    requests, queued, blocks, engine_blocks = load
-    waiting = queued - promised_blocks * credit - queued_image_tokens * encoder_scale
-    if waiting > 0.0:
-        cost += waiting
-    held = blocks if blocks > engine_blocks else engine_blocks
-    cost += held * block_size * HELD_TOKEN_COST
-    if known:
-        few, price = (
-            (FEW_FOLLOWERS, FOLLOWER_TOKENS)
-            if promised_blocks
-            else (FEW_REQUESTS, CROWD_TOKENS)
-        )
-        even = EVEN_ENOUGH * mean_requests
-        crowd = requests + 1 - (even if even > few else few)
-        if crowd > 0:
-            cost += crowd * price
-    return cost
+    # Every worker passes here at every decision: one loop, comparisons, no calls of max.
+    costs = []
+    encoder_scale, prefill_scale = settings.encoder_load_scale, settings.prefill_load_scale
+    token_credit = block_size * settings.overlap_score_credit
+    worth_following = num_tokens * WORTH_FOLLOWING
+    even = EVEN_ENOUGH * mean_requests
+    for (overlap, promised, image_tokens, queued_image_tokens), load in zip(
+        works, loads, strict=True
+    ):
+        known = overlap + promised
+        credit = token_credit if known * block_size >= worth_following else 0.0
+        own = num_tokens - known * credit
+        if own < 0.0:
+            own = 0.0
+        cost = prefill_scale * (own + image_tokens * encoder_scale)
+        requests, queued, blocks, engine_blocks = load
+        waiting = queued - promised * credit - queued_image_tokens * encoder_scale
+        if waiting > 0.0:
+            cost += waiting
+        held = blocks if blocks > engine_blocks else engine_blocks
+        cost += held * block_size * HELD_TOKEN_COST
+        if known:
+            few, price = (
+                (FEW_FOLLOWERS, FOLLOWER_TOKENS)
+                if promised
+                else (FEW_REQUESTS, CROWD_TOKENS)
+            )
+            crowd = requests + 1 - (even if even > few else few)
+            if crowd > 0:
+                cost += crowd * price
+        costs.append(cost)
+    return costs
 
 
 def choose(

@@ -12,8 +12,10 @@ is in there they do say: any of them loads such an output instead of encoding th
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from transfer.messages import LoadReport
@@ -71,14 +73,19 @@ class _Encoded:
         self.images: OrderedDict[str, int] = OrderedDict()
         self.tokens = 0
 
-    def put(self, image: PromptImage, capacity: int) -> None:
+    def put(self, image: PromptImage, capacity: int) -> list[str]:
+        """Returns the images that are forgotten for it."""
         if image.identifier in self.images:
             self.images.move_to_end(image.identifier)
         else:
             self.images[image.identifier] = image.length
             self.tokens += image.length
+        forgotten = []
         while self.tokens > capacity:
-            self.tokens -= self.images.popitem(last=False)[1]
+            identifier, length = self.images.popitem(last=False)
+            self.tokens -= length
+            forgotten.append(identifier)
+        return forgotten
 
 
 class ImageAffinity:
@@ -88,6 +95,8 @@ class ImageAffinity:
         """``capacity_tokens``: placeholder tokens that one engine's encoder cache holds."""
         self.capacity_tokens = capacity_tokens
         self._encoded: dict[str, _Encoded] = {}
+        self._holders: dict[str, set[str]] = {}
+        """The other way round: who is believed to hold an image."""
         self._cache_of: dict[str, str] = {}
         """The shared cache of each worker that has one."""
         self._shared: dict[str, frozenset[str]] = {}
@@ -125,6 +134,54 @@ class ImageAffinity:
                 queued += length
         return EncoderWork(missing, queued)
 
+    def works(
+        self,
+        workers: Sequence[str],
+        images: Sequence[PromptImage],
+        held: Sequence[int],
+        promised: Sequence[int],
+        block_size: int,
+    ) -> tuple[list[int], list[int]]:
+        """Do so for several workers; return what is missing and what is queued for each.
+
+        Each holds as many leading blocks of ``block_size`` tokens as ``held`` says, and is
+        about to compute as many more as ``promised`` says.
+        """
+        missing, queued = [0] * len(workers), [0] * len(workers)
+        if not images:
+            return missing, queued
+        ends = [image.offset + image.length for image in images]
+        # Tokens of an image and all behind it.
+        left = [*accumulate([image.length for image in reversed(images)], initial=0)]
+        left.reverse()
+        in_order = all(a <= b for a, b in pairwise(ends))
+        concerned = self._concerned({image.identifier for image in images})
+        for number, worker in enumerate(workers):
+            held_tokens = held[number] * block_size
+            known_tokens = held_tokens + promised[number] * block_size
+            if not in_order or worker in concerned:
+                missing[number], queued[number] = self.work(
+                    worker, images, held_tokens, known_tokens
+                )
+                continue
+            first = left[bisect_right(ends, known_tokens)] if known_tokens else left[0]
+            missing[number] = first
+            if known_tokens != held_tokens:
+                queued[number] = left[bisect_right(ends, held_tokens)] - first
+        return missing, queued
+
+    def _concerned(self, identifiers: set[str]) -> set[str]:
+        """Return the workers that need not encode all of these images."""
+        concerned: set[str] = set()
+        for identifier in identifiers:
+            concerned.update(self._holders.get(identifier, ()))
+        caches = {
+            cache for cache, held in self._shared.items() if not identifiers.isdisjoint(held)
+        }
+        if caches:
+            concerned.update(w for w, cache in self._cache_of.items() if cache in caches)
+        return concerned
+
     def add(self, worker: str, images: Sequence[PromptImage], held_tokens: int) -> None:
         """Note that ``worker`` will use the encoder's output of these images.
 
@@ -137,7 +194,9 @@ class ImageAffinity:
         if encoded is None:
             encoded = self._encoded[worker] = _Encoded()
         for image in outside:
-            encoded.put(image, self.capacity_tokens)
+            self._holders.setdefault(image.identifier, set()).add(worker)
+            for identifier in encoded.put(image, self.capacity_tokens):
+                self._forget(worker, identifier)
 
     def held(
         self, worker: str, images: Sequence[PromptImage], held_tokens: int
@@ -195,10 +254,18 @@ class ImageAffinity:
 
     def drop_worker(self, worker: str, *, gone: bool = False) -> None:
         """Forget what ``worker`` held: it is ``gone``, or was told to forget."""
-        self._encoded.pop(worker, None)
+        encoded = self._encoded.pop(worker, None)
+        for identifier in encoded.images if encoded is not None else ():
+            self._forget(worker, identifier)
         if gone:
             self._leave_cache(worker)
             self._counts.pop(worker, None)
+
+    def _forget(self, worker: str, identifier: str) -> None:
+        holders = self._holders[identifier]
+        holders.remove(worker)
+        if not holders:
+            del self._holders[identifier]
 
     def _shared_with(self, worker: str) -> frozenset[str]:
         return self._shared.get(self._cache_of.get(worker, ""), frozenset())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class Promises:
         expires = self._clock() + self._seconds
         self._queue.append(_Promise(expires, worker, digests))
         self._queued_blocks += len(digests)
-        self._expiry.setdefault(worker, {}).update(dict.fromkeys(digests, expires))
+        promised = self._expiry.setdefault(worker, {})
+        promised.update(zip(digests, repeat(expires), strict=False))
         while self._queued_blocks > self._max_blocks:
             self._forget_oldest()
 
@@ -73,11 +75,12 @@ class Promises:
         """
         self._expire()
         counts = {}
+        end = 0
         for worker, promised in self._expiry.items():
             start = starts.get(worker, 0)
-            if start >= len(digests) or digests[start] not in promised:
-                continue
-            counts[worker] = _promised_from(start, digests, promised)
+            if start < len(digests) and digests[start] in promised:
+                end = _end_of_promised(start, digests, promised, end)
+                counts[worker] = end - start
         return counts
 
     def drop_worker(self, worker: str) -> None:
@@ -103,17 +106,25 @@ class Promises:
             del self._expiry[promise.worker]
 
 
-def _promised_from(
-    start: int, digests: Sequence[bytes], promised: Container[bytes]
+def _end_of_promised(
+    start: int, digests: Sequence[bytes], promised: Container[bytes], guess: int
 ) -> int:
+    """Return the place behind the last promised block; the one at ``start`` is promised."""
     # A promise is made of all leading blocks of a prompt, and each digest covers those
     # before it: where one is promised, so are all before it, and for as long. ``bisect``
     # would need a Python call for each comparison.
     low, high = start + 1, len(digests)
+    if low <= guess <= high:  # many were promised a prompt that begins alike
+        if digests[guess - 1] not in promised:
+            high = guess - 1
+        elif guess == high or digests[guess] not in promised:
+            return guess
+        else:
+            low = guess + 1
     while low < high:
         middle = (low + high) // 2
         if digests[middle] in promised:
             low = middle + 1
         else:
             high = middle
-    return low - start
+    return low

@@ -11,11 +11,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import itemgetter
 
 from frontend.router.block_hashes import RequestBlocks
-from frontend.router.cost import Candidate, RouterSettings, choose, cost_of
-from frontend.router.image_affinity import NO_IMAGES, NO_WORK, ImageAffinity, ImagesHeld
+from frontend.router.cost import Candidate, RouterSettings, choose, costs_of
+from frontend.router.image_affinity import NO_IMAGES, ImageAffinity, ImagesHeld
 from frontend.router.kv_index import KvIndex
 from frontend.router.kv_plane import KvPlane
 from frontend.router.promises import Promises
@@ -112,14 +112,15 @@ class Router:
             held_tokens = chosen.overlap_blocks * self._block_size
             images = self.images.held(chosen.worker, blocks.images, held_tokens)
         self._charge(request_id, chosen, blocks, num_tokens)
-        others = (candidate for candidate in weighed if candidate is not chosen)
+        others = [candidate for candidate in weighed if candidate is not chosen]
+        others.sort(key=itemgetter(Candidate._fields.index("cost")))
         return Route(
             worker=chosen.worker,
             overlap_blocks=chosen.overlap_blocks,
             promised_blocks=chosen.promised_blocks,
             prompt_blocks=len(blocks.digests) if blocks is not None else 0,
             cost=chosen.cost,
-            alternatives=tuple(sorted(others, key=attrgetter("cost"))),
+            alternatives=tuple(others),
             images=images,
         )
 
@@ -172,27 +173,20 @@ class Router:
         dropped = blocks is not None and blocks.last_match_dropped
         overlaps = self.index.overlap(reusable)
         promises = self.promises.all_leading(reusable, overlaps)
-        loads = [self.load.load(worker) for worker in candidates]
-        mean_requests = (sum(load.requests for load in loads) + 1) / max(1, len(loads))
-        weighed = []
-        for worker, load in zip(candidates, loads, strict=True):
-            overlap = overlaps.get(worker, 0)
-            promised = promises.get(worker, 0)
-            if dropped and overlap + promised:
-                known = overlap + promised - 1
-                overlap = max(0, overlap - 1)
-                promised = known - overlap
-            held_tokens = overlap * block_size
-            work = self.images.work(
-                worker, images, held_tokens, held_tokens + promised * block_size
-            )
-            missing, queued = work if not load_only else NO_WORK
-            cost = cost_of(
-                num_tokens, overlap, promised, load, block_size, settings,
-                missing, queued, mean_requests,
-            )
-            weighed.append(Candidate(worker, cost, overlap, promised, work.missing))
-        return weighed
+        held = [overlaps.get(worker, 0) for worker in candidates]
+        promised = [promises.get(worker, 0) for worker in candidates]
+        if dropped:
+            known = [max(0, a + b - 1) for a, b in zip(held, promised, strict=True)]
+            held = [max(0, overlap - 1) for overlap in held]
+            promised = [a - b for a, b in zip(known, held, strict=True)]
+        missing, queued = self.images.works(candidates, images, held, promised, block_size)
+        loads = self.load.loads(candidates)
+        mean_requests = (sum([load.requests for load in loads]) + 1) / max(1, len(loads))
+        nothing = [0] * len(candidates)
+        encoder = (nothing, nothing) if load_only else (missing, queued)
+        works = zip(held, promised, *encoder, strict=True)
+        costs = costs_of(num_tokens, works, loads, block_size, settings, mean_requests)
+        return list(map(Candidate, candidates, costs, held, promised, missing))
 
     def _choose(self, weighed: Sequence[Candidate], pinned: str | None) -> Candidate:
         if not weighed:

@@ -8,6 +8,7 @@ so that nothing is counted twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -136,6 +137,11 @@ class LoadBook:
             if worker in self._accounts or worker in self._others:
                 self._sums[worker] = load
         return load
+
+    def loads(self, workers: Sequence[str]) -> list[WorkerLoad]:
+        """Do so for several workers."""
+        sums = self._sums
+        return [sums.get(worker) or self.load(worker) for worker in workers]
 
     def _sum(self, worker: str) -> WorkerLoad:
         own, others = self.own(worker), self._others.get(worker)

@@ -61,6 +61,15 @@ def resident(state):
     return {medium: set(blocks) for medium, blocks in state.snapshot().blocks.items()}
 
 
+def test_blocks_are_told_of_in_the_order_of_the_prompt():
+    digests = [bytes([n]) * 32 for n in range(100)]
+    state = KvState(32, "e1")
+    delta = state.apply(batch(stored(*digests[:60]), stored(*digests[60:])))
+    assert delta.stored == state.snapshot().blocks == {"GPU": digests}
+    delta = state.apply(batch(*(removed(digest) for digest in reversed(digests))))
+    assert delta.removed == {"GPU": digests[::-1]}
+
+
 def test_stored_and_removed_blocks_become_numbered_deltas():
     state = KvState(32, "e1")
     first = state.apply(batch(stored(A)))

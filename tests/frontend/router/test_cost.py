@@ -7,15 +7,19 @@ from collections import Counter
 
 import pytest
 
-from frontend.router.cost import Candidate, RouterSettings, choose, cost_of
+from frontend.router.cost import Candidate, RouterSettings, Work, choose, costs_of
 from frontend.router.worker_load import WorkerLoad
 
 IDLE = WorkerLoad()
 PLAIN = RouterSettings()
 
 
-def cost(num_tokens=1000, overlap=0, promised=0, load=IDLE, settings=PLAIN, **more):
-    return cost_of(num_tokens, overlap, promised, load, 32, settings, **more)
+def cost(
+    num_tokens=1000, overlap=0, promised=0, load=IDLE, settings=PLAIN,
+    image_tokens=0, queued_image_tokens=0, **more,
+):
+    work = Work(overlap, promised, image_tokens, queued_image_tokens)
+    return costs_of(num_tokens, [work], [load], 32, settings, **more)[0]
 
 
 def test_an_idle_worker_without_the_prefix_computes_the_whole_prompt():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from frontend.router.image_affinity import LOADING_SHARE, ImageAffinity, PromptImage
 from transfer.messages import LoadReport
 
@@ -155,6 +158,49 @@ class TestSharedOutputs:
         assert images.describe("w") == shown
         images.drop_worker("w", gone=True)
         assert set(images.describe("w").values()) == {0}
+
+
+NAMES = ["w0", "w1", "w2"]
+pictures = st.builds(
+    PromptImage, st.sampled_from("abcdef"), st.integers(0, 300), st.integers(0, 200)
+)
+happenings = st.one_of(
+    st.tuples(
+        st.just("add"), st.sampled_from(NAMES), st.lists(pictures, max_size=4),
+        st.integers(0, 300),
+    ),
+    st.tuples(st.just("drop_worker"), st.sampled_from(NAMES)),
+    st.tuples(
+        st.just("on_report"), st.sampled_from(NAMES),
+        st.builds(
+            lambda cache, held: report(cache, [*held]),
+            st.sampled_from(["", "host-1", "host-2"]), st.text("abcdef", max_size=3),
+        ),
+    ),
+)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(happenings, max_size=20),
+    st.lists(pictures, max_size=4),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=3, max_size=3),
+)
+def test_several_workers_at_once_are_told_what_each_would_be(events, prompt, blocks):
+    images = ImageAffinity(capacity_tokens=300)
+    for verb, *args in events:
+        getattr(images, verb)(*args)
+    # Most prompts have their images in order, some do not.
+    for asked in (sorted(prompt, key=lambda image: image.offset), prompt):
+        held, promised = [each[0] for each in blocks], [each[1] for each in blocks]
+        missing, queued = images.works(NAMES, asked, held, promised, 16)
+        assert [*zip(missing, queued, strict=True)] == [
+            images.work(name, asked, a * 16, (a + b) * 16)
+            for name, (a, b) in zip(NAMES, blocks, strict=True)
+        ]
+    for name in NAMES:
+        images.drop_worker(name, gone=True)
+    assert not images._holders
 
 
 def report(cache: str, embeddings: list[str] | None, **counts: int) -> LoadReport:

@@ -106,3 +106,28 @@ def test_promises_equal_a_plain_list_of_them(made):
     assert not promises._queue
     assert not promises._expiry
     assert promises._queued_blocks == 0
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("wvu"), st.integers(0, 2), st.integers(0, 40))),
+    st.lists(st.integers(0, 45), min_size=3, max_size=3),
+)
+def test_prompts_that_begin_alike_are_counted_for_each_worker(made, starts):
+    # Three prompts that part after 10 blocks.
+    prompts = [[b"s%d" % n for n in range(10)] + [b"%d-%d" % (p, n) for n in range(30)]
+               for p in range(3)]
+    promises = Promises(2.0, Clock())
+    held = {worker: set() for worker in "wvu"}
+    for worker, number, length in made:
+        promises.add(worker, prompts[number][:length])
+        held[worker].update(prompts[number][:length])
+    for asked in prompts:
+        expected = {}
+        for worker, start in zip("wvu", starts, strict=True):
+            end = start
+            while end < len(asked) and asked[end] in held[worker]:
+                end += 1
+            if end > start:
+                expected[worker] = end - start
+        assert promises.all_leading(asked, dict(zip("wvu", starts, strict=True))) == expected

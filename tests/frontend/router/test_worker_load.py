@@ -20,6 +20,16 @@ def test_charges_of_one_worker_add_up():
     assert book.load("v") == WorkerLoad(requests=1, prefill_tokens=7, blocks=1)
 
 
+def test_loads_of_several_workers_are_those_of_each():
+    book = LoadBook()
+    book.charge("w", "r1", 100, 4)
+    book.charge("v", "r2", 7, 1)
+    workers = ["v", "stranger", "w"]
+    for _ in range(2):
+        assert book.loads(workers) == [book.load(worker) for worker in workers]
+        book.charge("w", "r3", 30, 2)
+
+
 def test_the_first_token_ends_the_prefill_and_keeps_the_blocks():
     book = LoadBook()
     book.charge("w", "r", 100, 4)
