@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
 from vllm.config import ModelConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
@@ -49,6 +50,7 @@ from frontend.admission_middleware import AdmissionMiddleware
 from frontend.draining import HttpDrain, OpenRequestsMiddleware
 from frontend.embedding_checks import EmbeddingLimits, check_embedding_data, limits_of
 from frontend.engine_client import RoutedEngineClient
+from frontend.json_body import json_of
 from frontend.media.lazy_image import ImageUnreadable
 from frontend.placeholder_checks import check_placeholders, image_token_of
 from frontend.receipt import ReceiptMiddleware
@@ -278,6 +280,8 @@ def our_app(
 ) -> Iterator[None]:
     """Within, the app that vLLM builds has our routes, response headers and admission.
 
+    And its bodies are parsed by ``json_body``.
+
     Our routes come before vLLM's. ``drain`` will let it finish its responses. ``traced``:
     requests get OpenTelemetry spans.
     """
@@ -300,7 +304,7 @@ def our_app(
         app.router.routes[:] = [*ours, *theirs]
         return app
 
-    with _replaced(entry, "build_app", build_app):
+    with _replaced(entry, "build_app", build_app), _replaced(Request, "json", json_of):
         yield
 
 

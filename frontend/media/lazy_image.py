@@ -150,7 +150,8 @@ class LazyImage(Image.Image):
         if not self.decoded:
             try:
                 media = _load_at_once(self.data, self.options)
-                if (media.io_config is not None) != self.is_converted:
+                was_converted = media.io_config is not None
+                if was_converted != self.is_converted or media.media.mode != self._mode:
                     # It was hashed, and perhaps found, as what it is not.
                     raise ImageUnreadable("Failed to load image: its header is not true")
             except ImageUnreadable as failure:

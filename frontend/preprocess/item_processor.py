@@ -2,7 +2,7 @@
 
 vLLM names relied on: BaseMultiModalProcessor._cached_apply_hf_processor and how it uses
 its cache (is_cached, then get_and_update_item with what it made);
-MULTIMODAL_REGISTRY.create_processor; ProcessorInputs, TimingContext, ImageMediaIO;
+MULTIMODAL_REGISTRY.create_processor; ProcessorInputs, TimingContext;
 InputProcessingInfo.parse_mm_data; BaseMultiModalProcessor.get_dummy_mm_inputs.
 """
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.multimodal.inputs import MultiModalKwargsItem
-from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.processing import ProcessorInputs
 from vllm.multimodal.processing.context import TimingContext
 from vllm.utils.cache import CacheInfo
 
+from frontend.media.lazy_image import ImageOptions, load_lazily
 from frontend.preprocess.messages import Media
 
 if TYPE_CHECKING:
@@ -78,9 +78,10 @@ class ItemProcessor:
 
 def _decoded(media: Media) -> Any:
     """Raises: Unreadable: it cannot be decoded, or is not what its header said."""
-    loader = ImageMediaIO(media.image_mode, rgba_background_color=media.background)
     try:
-        image = loader.load_bytes(media.data)
+        # Lazily, for its copy: vLLM makes one of each image, and this one gives its pixels.
+        image = load_lazily(media.data, ImageOptions(media.image_mode, media.background))
+        image.media.load()
     except MemoryError:
         raise
     except Exception as error:  # decoders raise whatever they stumble over

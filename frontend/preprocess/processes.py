@@ -145,10 +145,14 @@ class PreprocessProcess:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
         # A process closes its files last, when its memory is gone already.
-        with suppress(OSError, TimeoutError):
+        try:
             async with asyncio.timeout(END_SECONDS):
                 while await self._reader.read(ANSWER_BYTES):
                     pass
+        except TimeoutError:
+            pass
+        except OSError as error:
+            _let_go(error)
         self._writer.close()
 
     async def _send(self, message: Message) -> None:
@@ -173,10 +177,18 @@ async def receive(reader: asyncio.StreamReader) -> Message:
 
 
 def _lost(error: Exception) -> PeerLost:
-    # The stream keeps the error, and with its traceback all that the frames hold: an
-    # item would stay in place until the next garbage collection.
-    error.__traceback__ = None
+    _let_go(error)
     return PeerLost(f"a preprocess process has ended: {error or type(error).__name__}")
+
+
+def _let_go(error: BaseException) -> None:
+    """Have a stream's error hold nothing but its text.
+
+    The stream keeps it, and with its traceback, and that of the error it was raised during,
+    all that their frames hold, the stream itself included: an item would stay in place
+    until the next garbage collection.
+    """
+    error.__traceback__ = error.__context__ = None
 
 
 def _reserve(arena: Arena, nbytes: int) -> Reservation | None:

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from frontend.preprocess.freed_memory import MIB, keep_freed_memory
 from frontend.preprocess.messages import (
     BlockingLine,
     Setup,
@@ -37,6 +38,9 @@ from transfer.parent_death import die_with_parent
 
 SETUP_BYTES = 1 << 20
 """The longest setup message: command lines are shorter."""
+
+KEPT_BYTES = 128 * MIB
+"""Freed memory that a process keeps for its next image, which goes through several copies."""
 
 Load = Callable[[Sequence[str]], tuple[Processor, str]]
 """From the frontend's command line to the processor and the model's name."""
@@ -62,6 +66,7 @@ def load(arguments: Sequence[str]) -> tuple[Processor, str]:
 def run(control: socket.socket, load: Load) -> None:
     """Load, say so, and start a process for every socket that arrives."""
     die_with_parent()
+    keep_freed_memory(KEPT_BYTES)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the frontend decides when to end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits: leave no zombies

@@ -253,10 +253,11 @@ def test_an_image_with_too_many_pixels_is_refused_at_once(
         load_lazily(jpeg(), ImageOptions())
 
 
-def test_an_image_that_is_not_what_its_header_said_is_refused() -> None:
+@pytest.mark.parametrize("image_mode", [None, "RGB"])
+def test_an_image_that_is_not_what_its_header_said_is_refused(image_mode: str | None) -> None:
     header = ImageHeader("JPEG", "L", (60, 20), None)
     with pytest.raises(ImageUnreadable, match="header"):
-        LazyImage(jpeg(), ImageOptions("RGB"), header).load()
+        LazyImage(jpeg(), ImageOptions(image_mode), header).load()
 
 
 def test_a_mode_that_does_not_exist_is_refused() -> None:

@@ -70,6 +70,15 @@ def test_an_image_whose_header_lies_is_refused_as_in_the_frontend(
         ItemProcessor(cast("Any", Behind())).process("image", media, {})
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_the_copy_that_vllm_makes_has_the_pixels_without_copying_them(kind: str) -> None:
+    data = encoded("RGB", kind)
+    image = process(Media(data, None, (255, 255, 255), "RGB"))
+    pixels = image.im
+    assert image.copy().im is pixels
+    assert image.copy().tobytes() == ImageMediaIO("RGB").load_bytes(data).media.tobytes()
+
+
 @pytest.mark.parametrize("data", [b"", b"text", encoded("RGB")[:45], b"\x89PNG\r\n\x1a\n"])
 def test_what_cannot_be_decoded_is_unreadable(data: bytes) -> None:
     media = Media(data, None, (255, 255, 255), "RGB")
