@@ -17,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from frontend.adapters import fleet_adapter
-from frontend.worker_pool import Worker
+from frontend.worker import Worker
 from transfer.errors import BadMessage
 from transfer.messages import Call, CallResult, Frame, decode_payload_as, encode_payload
 
@@ -50,9 +50,9 @@ class AdminCalls(EngineCoreClient):
             given.add(number)
             try:
                 await self._call_worker(worker, "add_lora", (lora,))
-            except RuntimeError as error:
+            except (RuntimeError, TimeoutError) as error:
                 # Requests name their adapter: those for this one will be told.
-                logger.error("worker %s: %s", worker.name, error)
+                logger.error("worker %s: add_lora: %s", worker.name, error or "no answer")
 
     def fail_calls(self, worker: str) -> None:
         """Answer the calls of a lost worker."""

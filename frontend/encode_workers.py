@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -24,7 +24,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
 from frontend.router.block_hashes import RequestBlocks
 from frontend.router.router import Router
-from frontend.worker_pool import Worker
+from frontend.worker import Worker
 from transfer.embeddings.entry import IDENTIFIER
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class _Job:
     worker: Worker
     tokens: int
     done: asyncio.Future[bool]
+    overdue: bool = False
+    """Whether somebody has waited for it in vain."""
 
 
 class EncodeWorkers:
@@ -83,17 +85,25 @@ class EncodeWorkers:
         """
         images = self._router.images
         caches = {images.cache_of(worker) for worker in generators} - {""}
-        useful = [worker for worker in encoders if images.cache_of(worker.name) in caches]
+        # One that hangs must not cost every request its patience.
+        hanging = {job.worker.name for job in self._jobs.values() if job.overdue}
+        useful = [
+            worker
+            for worker in encoders
+            if images.cache_of(worker.name) in caches and worker.name not in hanging
+        ]
         if not useful or request.prompt_token_ids is None:
             return
         unheld = self._router.unheld_images(blocks, generators)
-        waiting: list[Awaitable[bool]] = []
+        jobs: list[_Job] = []
         for feature in request.mm_features or ():
             if feature.identifier in unheld and IDENTIFIER.fullmatch(feature.identifier):
-                waiting.append(self._job(request, feature, useful).done)
-        if waiting:
+                jobs.append(self._job(request, feature, useful))
+        if jobs:
             # Shielded by wait: who gives up must not end what others wait for.
-            await asyncio.wait(map(asyncio.ensure_future, waiting), timeout=self._seconds)
+            await asyncio.wait([job.done for job in jobs], timeout=self._seconds)
+            for job in jobs:
+                job.overdue = not job.done.done()
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Take over what an encode worker has done."""
@@ -110,10 +120,15 @@ class EncodeWorkers:
         if (job := self._jobs.get(request_id)) is not None:
             self._send(job.request, job.worker, True)
 
-    def on_lost(self, worker: Worker) -> None:
-        """An encode worker has gone: its images are encoded elsewhere."""
-        for job in [job for job in self._jobs.values() if job.worker is worker]:
+    def on_lost(self, worker: Worker) -> list[EngineCoreRequest]:
+        """An encode worker has gone: its images are encoded elsewhere.
+
+        Returns what it had; it may still be reading the tensors.
+        """
+        lost = [job for job in self._jobs.values() if job.worker is worker]
+        for job in lost:
             self._end(job, encoded=False)
+        return [job.request for job in lost]
 
     def close(self) -> None:
         for job in list(self._jobs.values()):
@@ -142,10 +157,10 @@ class EncodeWorkers:
             tokens=feature.mm_position.length,
             done=asyncio.get_running_loop().create_future(),
         )
+        self._send(job.request, worker, False)
         self._jobs[job.request.request_id] = job
         cache = self._router.images.cache_of(worker.name)
         self._by_image[cache, feature.identifier] = job
-        self._send(job.request, worker, False)
         return job
 
     def _end(self, job: _Job, encoded: bool) -> None:

@@ -39,7 +39,8 @@ from frontend.request_items import identify, is_by_reference, with_tensors
 from frontend.request_log import RequestLog
 from frontend.router.block_hashes import RequestBlocks, RequestHasher
 from frontend.router.router import Router
-from frontend.worker_pool import Worker, WorkerPool
+from frontend.worker import Worker
+from frontend.worker_pool import WorkerPool
 from transfer.arena import Arena
 from transfer.messages import (
     AddRequest,
@@ -242,7 +243,7 @@ class RoutedEngineClient(AdminCalls):
         """Bring a worker that has just answered up to date."""
         self._metrics.worker_came(worker.name)
         # If it was lost: it answers once it is done with what it had before.
-        self.requests.release(worker.name)
+        self.requests.parked.release(worker.name)
         if worker.encodes:
             return  # it has no KV cache, and no adapters
         facts = worker.facts
@@ -263,14 +264,14 @@ class RoutedEngineClient(AdminCalls):
     def on_lost(self, worker: Worker) -> None:
         """Move or end the requests of a worker that is gone."""
         self.router.drop_worker(worker.name)
-        self._encoders.on_lost(worker)
+        self.requests.parked.park(worker.name, self._encoders.on_lost(worker))
         self._sweeper.wake()
         self._outputs.drop_worker(worker.name)
         self.fail_calls(worker.name)
         self.requests.on_lost(worker)
 
     def on_gone(self, worker: Worker) -> None:
-        self.requests.release(worker.name)
+        self.requests.parked.release(worker.name)
         self._metrics.worker_gone(worker.name)
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:

@@ -3,33 +3,38 @@
 Each is kept whole until it is over, so that it can be sent again when its worker is lost,
 and its tensors stay in place until the worker that reads them confirms that it has let go.
 
-vLLM names relied on: EngineCoreRequest, EngineCoreOutput, EngineCoreOutputs, FinishReason;
-GracefulHTTPError.
+vLLM names relied on: EngineCoreRequest, EngineCoreOutput, EngineCoreOutputs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Coroutine, Set
-from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any
 
-from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
 from frontend.metrics import FrontendMetrics
 from frontend.outputs import OutputStream
+from frontend.parked_requests import ParkedRequests
 from frontend.receipt import Routed
 from frontend.request_items import is_by_reference, with_tensors
 from frontend.request_log import ABORT, LOST, RequestLog, SendTimes
-from frontend.resumption import CannotResume, Resumption, resume
+from frontend.resumption import CannotResume, resume
 from frontend.router.block_hashes import RequestBlocks, RequestHasher
 from frontend.router.router import Route, Router
-from frontend.worker_pool import Worker, WorkerPool
+from frontend.sent_request import (
+    NOBODY,
+    AnswerLost,
+    NoWorkers,
+    SentRequest,
+    family_of,
+    num_tokens_of,
+)
+from frontend.worker import Worker
+from frontend.worker_pool import WorkerPool
 from transfer.arena import Arena
 from transfer.messages import (
     AbortRequests,
@@ -39,63 +44,6 @@ from transfer.messages import (
 )
 
 logger = logging.getLogger(__name__)
-
-_CHILD = re.compile(r"\d+_(.+)")
-"""Ids that vLLM's ParentRequest gives to the children of a request with n > 1."""
-
-NOBODY = ""
-
-PARK_SECONDS = 90.0
-"""A worker that cannot reach its frontend drops its requests within 10 s, and its engine
-is past them, or taken for dead, within another 60 s (workers.frontends, workers.outbox)."""
-
-
-class NoWorkers(GracefulHTTPError):
-    """No worker is ready; vLLM answers 503."""
-
-    def __init__(self, waited: float) -> None:
-        super().__init__(
-            f"No worker became ready within {waited:.0f} seconds. Please try again later.",
-            HTTPStatus.SERVICE_UNAVAILABLE,
-        )
-
-
-class AnswerLost(GracefulHTTPError):
-    """The answer was lost with its worker; vLLM answers 503, or says so in the stream."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            "The worker that computed this answer was lost, and the answer could not go on "
-            f"elsewhere: {why}. Please send the request again.",
-            HTTPStatus.SERVICE_UNAVAILABLE,
-        )
-
-
-@dataclass
-class _Sent:
-    """A request that a worker has. Keeps its tensors in place as long as it lives."""
-
-    request: EngineCoreRequest
-    """As it came."""
-    worker: str
-    """Who has it, or NOBODY while it waits for one."""
-    computed: bool = False
-    """Whether that worker has computed its prompt."""
-    answered: list[int] = field(default_factory=list)
-    """The tokens that have come back."""
-    resumption: Resumption | None = None
-    """How it goes on, if a worker was lost after the first of them."""
-    aborted: bool = False
-    in_parts: bool = False
-    """Whether its input streams in."""
-    unrepeatable: str = ""
-    """What came with its tokens that cannot be had for some of them only."""
-    parts: list[EngineCoreRequest] = field(default_factory=list)
-    """What its worker was sent of it, kept for the tensors."""
-    tries: set[str] = field(default_factory=set)
-    """Workers it was sent to."""
-    losses: int = 0
-    """Workers that were lost with it, those left out that had said they would leave."""
 
 
 class InFlight:
@@ -126,11 +74,11 @@ class InFlight:
         self._worker_wait_timeout = worker_wait_timeout
         self._migration_limit = migration_limit
         self._pool: WorkerPool | None = None
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, SentRequest] = {}
         self._families: dict[str, str] = {}
         """Parent of an n > 1 request -> the worker that its first child went to."""
-        self._parked: dict[str, tuple[list[EngineCoreRequest], asyncio.TimerHandle]] = {}
-        """Requests that lost workers had, by worker, and when they are given up."""
+        self.parked = ParkedRequests()
+        """Requests that lost workers had."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -151,8 +99,7 @@ class InFlight:
         for task in self._tasks:
             task.cancel()
         self._sent.clear()
-        for worker in list(self._parked):
-            self.release(worker)
+        self.parked.close()
 
     # Sending.
 
@@ -204,9 +151,16 @@ class InFlight:
     ) -> tuple[Route, str]:
         """Returns where it goes and how its tensors do."""
         began = time.perf_counter()
+        known = request.request_id in self._sent
         route, worker = self._route(request, pinned, tried, blocks)
         decided = time.perf_counter()
-        transfer = self._send(request, worker, held=route.images.shared)
+        try:
+            transfer = self._send(request, worker, held=route.images.shared)
+        except BaseException:
+            self._settle(request.request_id)
+            if not known:  # else a worker may be reading what came before
+                self._sent.pop(request.request_id, None)
+            raise
         times = SendTimes(began, decided, time.perf_counter())
         self._log.routed(request, route, transfer, times)
         return route, transfer
@@ -231,11 +185,11 @@ class InFlight:
             raise NoWorkers(0)
         if blocks is None and self.hasher is not None:
             blocks = self.hasher.hash(request)
-        family = _family(request.request_id)
+        family = family_of(request.request_id)
         route = self._router.route(
             request.request_id,
             blocks,
-            _num_tokens(request),
+            num_tokens_of(request),
             candidates,
             self._families.get(family) if family else pinned,
         )
@@ -262,7 +216,7 @@ class InFlight:
         began = time.perf_counter()
         if transfer == "inline":
             outgoing = with_tensors(request, self._arena, without=held)
-        sent = self._sent.setdefault(request.request_id, _Sent(request, worker.name))
+        sent = self._sent.setdefault(request.request_id, SentRequest(request, worker.name))
         sent.worker = worker.name
         sent.in_parts |= request.resumable
         if not any(part is request for part in sent.parts):
@@ -285,21 +239,31 @@ class InFlight:
     def on_lost(self, worker: Worker) -> None:
         """Move or end the requests of a worker that is gone."""
         theirs = [s for s in self._sent.values() if s.worker == worker.name]
-        self._park(worker.name, [part for sent in theirs for part in sent.parts])
+        self.parked.park(worker.name, [part for sent in theirs for part in sent.parts])
         for sent in theirs:
             sent.worker = NOBODY
             sent.computed = False
             sent.losses += not worker.draining
+        for sent in theirs:
             if sent.aborted:
                 self._forget(sent.request.request_id)
-            elif why := self._prepare_to_move(sent):
-                self._fail(sent, why)
-            elif self.pool.ready_workers():
-                self._resend(sent)
-            else:
-                self._start(self._resend_when_ready(sent.request.request_id))
+                continue
+            try:
+                self._move(sent)
+            except Exception as error:  # whatever it is, the others must go on
+                logger.exception("request %r was not moved", sent.request.request_id)
+                self._give_up(sent, repr(error))
 
-    def _prepare_to_move(self, sent: _Sent) -> str:
+    def _move(self, sent: SentRequest) -> None:
+        """Have a request that lost its worker go on elsewhere, or end."""
+        if why := self._prepare_to_move(sent):
+            self._fail(sent, why)
+        elif self.pool.ready_workers():
+            self._resend(sent)
+        else:
+            self._start(self._resend_when_ready(sent.request.request_id))
+
+    def _prepare_to_move(self, sent: SentRequest) -> str:
         """Settle how a request goes on elsewhere; returns why it cannot, if it cannot."""
         if sent.losses > self._migration_limit:
             return f"{sent.losses} workers were lost with it"
@@ -315,36 +279,34 @@ class InFlight:
             sent.parts = [sent.resumption.request]
         return ""
 
-    def _park(self, worker: str, requests: list[EngineCoreRequest]) -> None:
-        """Keep the tensors of requests that a lost worker may still be reading."""
-        if not requests:
-            return
-        timer = asyncio.get_running_loop().call_later(PARK_SECONDS, self.release, worker)
-        if worker in self._parked:
-            earlier, old_timer = self._parked[worker]
-            old_timer.cancel()
-            requests = earlier + requests
-        self._parked[worker] = requests, timer
-
-    def release(self, worker: str) -> None:
-        """Let go of what a lost worker may have been reading: it has stopped."""
-        if worker in self._parked:
-            _, timer = self._parked.pop(worker)
-            timer.cancel()
-
     def on_outputs(self, worker: Worker, outputs: EngineCoreOutputs) -> None:
         """Pass on what a worker says of the requests that are there."""
         outputs.outputs = [
             news
             for output in outputs.outputs
             if self._is_at(output.request_id, worker)  # else moved since, or over
-            and (news := self._take(self._sent[output.request_id], output)) is not None
+            and (news := self._take_or_give_up(output)) is not None
         ]
         if outputs.outputs or outputs.scheduler_stats is not None:
             self._outputs.put(worker.name, outputs)
 
-    def _take(self, sent: _Sent, output: EngineCoreOutput) -> EngineCoreOutput | None:
-        """Note what an output says of its request; returns what the client is to get."""
+    def _take_or_give_up(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        sent = self._sent[output.request_id]
+        try:
+            return self._take(sent, output)
+        except CannotResume as reason:
+            self._give_up(sent, str(reason))
+        except Exception as error:  # whatever it is, the others must go on
+            logger.exception("an output of request %r cannot be used", output.request_id)
+            self._give_up(sent, repr(error))
+        return None
+
+    def _take(self, sent: SentRequest, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Note what an output says of its request; returns what the client is to get.
+
+        Raises:
+            CannotResume: the request cannot go on behind the tokens that it gave.
+        """
         request_id = output.request_id
         if sent.aborted:
             if output.finished:
@@ -358,11 +320,7 @@ class InFlight:
         if output.finished:
             self._forget(request_id)
         if sent.resumption is not None:
-            try:
-                news = sent.resumption.take(output)
-            except CannotResume as reason:
-                self._give_up(sent, str(reason))
-                return None
+            news = sent.resumption.take(output)
             if news is None:
                 return None
             output = news
@@ -373,7 +331,7 @@ class InFlight:
             self._log.finished(request_id, str(output.finish_reason))
         return output
 
-    def _give_up(self, sent: _Sent, why: str) -> None:
+    def _give_up(self, sent: SentRequest, why: str) -> None:
         """End a request that a worker may still be computing."""
         request_id = sent.request.request_id
         self._end_with_error(request_id, why)
@@ -396,13 +354,13 @@ class InFlight:
             if self._is_at(request_id, worker):
                 self._forget(request_id)
 
-    def _resend(self, sent: _Sent) -> None:
+    def _resend(self, sent: SentRequest) -> None:
         """Send a request that has lost its worker to another."""
         request = sent.resumption.request if sent.resumption else sent.request
         route, _ = self._route_and_send(request, tried=sent.tries)
         self._metrics.moved.inc()
         logger.info(
-            "request %s goes to %s now, behind %d tokens",
+            "request %r goes to %s now, behind %d tokens",
             request.request_id, route.worker, len(sent.answered),
         )
 
@@ -413,19 +371,23 @@ class InFlight:
         sent = self._sent.get(request_id)
         if sent is None or sent.worker != NOBODY:
             return
-        if ready:
-            self._resend(sent)
-        else:
+        if not ready:
             self._fail(sent, f"no other was ready within {self._worker_wait_timeout:.0f} s")
+            return
+        try:
+            self._resend(sent)
+        except Exception as error:  # whatever it is, its client must be told
+            logger.exception("request %r was not moved", request_id)
+            self._give_up(sent, repr(error))
 
-    def _fail(self, sent: _Sent, why: str) -> None:
+    def _fail(self, sent: SentRequest, why: str) -> None:
         """End a request whose worker is lost."""
         request_id = sent.request.request_id
         self._forget(request_id)
         self._end_with_error(request_id, why)
 
     def _end_with_error(self, request_id: str, why: str) -> None:
-        logger.warning("request %s cannot go on: %s", request_id, why)
+        logger.warning("request %r cannot go on: %s", request_id, why)
         self._metrics.failed.inc()
         self._log.finished(request_id, LOST)
         self._outputs.fail(request_id, AnswerLost(why))
@@ -442,7 +404,7 @@ class InFlight:
     def _settle(self, request_id: str) -> None:
         """A request is no load any more."""
         self._router.finish(request_id)
-        family = _family(request_id)
+        family = family_of(request_id)
         if family:
             self._families.pop(family, None)
 
@@ -450,14 +412,3 @@ class InFlight:
         """A request is over and nobody reads its tensors."""
         self._settle(request_id)
         self._sent.pop(request_id, None)
-
-
-def _family(request_id: str) -> str | None:
-    child = _CHILD.fullmatch(request_id)
-    return child[1] if child else None
-
-
-def _num_tokens(request: EngineCoreRequest) -> int:
-    if request.prompt_token_ids is not None:
-        return len(request.prompt_token_ids)
-    return 0 if request.prompt_embeds is None else int(request.prompt_embeds.shape[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 from frontend.router.kv_check import KvDifference, compare
 from frontend.router.router import Router
-from frontend.worker_pool import Worker
+from frontend.worker import Worker
 from transfer.messages import AskSnapshot, KvSnapshot
 
 logger = logging.getLogger(__name__)

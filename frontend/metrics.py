@@ -267,10 +267,10 @@ class FleetCollector(Collector):
             labels=["path"],
         )
         written = self._arena.stats().bytes_written if self._arena is not None else 0
-        pulls = self._nixl.pulls.values()
+        pulls = self._nixl.all_pulls
         for path, size, time in (
             ("shm", written, self._cache.copy_seconds),
-            ("nixl", sum(p.nbytes for p in pulls), sum(p.read_seconds for p in pulls)),
+            ("nixl", pulls.nbytes, pulls.read_seconds),
             ("inline", self._metrics.inline_bytes, self._metrics.inline_seconds),
         ):
             nbytes.add_metric([path], size)

@@ -22,7 +22,10 @@ QUESTION = "metrics"
 
 
 def own_metrics(registry: CollectorRegistry = REGISTRY) -> bytes:
-    """The metrics of this process as Prometheus reads them."""
+    """The metrics of this process as Prometheus reads them.
+
+    For the event loop only: what is read for them changes there.
+    """
     return generate_latest(registry)
 
 
@@ -57,7 +60,7 @@ def metrics_routes(siblings: Siblings) -> APIRouter:
     @routes.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         texts = await siblings.ask_all(QUESTION)
-        texts[siblings.number] = await asyncio.to_thread(own_metrics)
+        texts[siblings.number] = own_metrics()
         text = await asyncio.to_thread(labelled, texts)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -47,6 +47,8 @@ class NixlOffers:
         """Why NIXL was switched off in this process, if it was."""
         self.pulls: dict[str, Pulling] = {}
         """What workers have said of their pulls, summed up by worker."""
+        self.all_pulls = Pulling(0.0)
+        """The same, of all workers there ever were."""
 
     @property
     def agents(self) -> int:
@@ -123,7 +125,8 @@ class NixlOffers:
         self.pulls[worker] = total  # the latest is the last
         while len(self.pulls) > MOST_COUNTED:
             del self.pulls[next(iter(self.pulls))]
-        total.pulls += news.pulls
-        total.nbytes += news.nbytes
-        total.failures += news.failures
-        total.read_seconds += news.read_seconds
+        for sums in (total, self.all_pulls):
+            sums.pulls += news.pulls
+            sums.nbytes += news.nbytes
+            sums.failures += news.failures
+            sums.read_seconds += news.read_seconds

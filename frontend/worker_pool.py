@@ -14,12 +14,13 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import zmq
 
 from frontend.nixl_offers import NixlOffers
+from frontend.worker import PoolEvents, Worker
 from transfer.access import Access
 from transfer.discovery import Discovery
 from transfer.errors import BadMessage, TransferError
@@ -29,7 +30,6 @@ from transfer.messages import (
     Draining,
     Frame,
     Hello,
-    KvDelta,
     LoadReport,
     Message,
     Ping,
@@ -39,16 +39,11 @@ from transfer.messages import (
     TransferChosen,
     WorkerFacts,
 )
-from transfer.process import wants_to_run
-from transfer.process_watch import ProcessWatch, watch_process
+from transfer.process_watch import watch_process
 from transfer.registry import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 2.5
-"""A worker that has not answered for this long is lost, ..."""
-SILENT_SECONDS_STARVED = 15.0
-"""... unless its process is on this host and wants to run: then it only lacks a processor."""
 GREETINGS = 30
 """Unanswered greetings after which the line is made anew: those that nobody reads stay
 queued in it, and must not pile up while a worker is away."""
@@ -56,80 +51,6 @@ WATCH_SECONDS = 0.25
 """How often that is looked at: a worker is missed within 3 seconds."""
 
 _UNPROTECTED = Access()
-
-
-class PoolEvents(Protocol):
-    """Who is told about workers."""
-
-    async def prepare(self, worker: Worker) -> None:
-        """Called with a worker that has just answered, before it gets requests."""
-
-    def on_lost(self, worker: Worker) -> None:
-        """Called when a worker cannot be reached any more; it may still be running."""
-
-    def on_gone(self, worker: Worker) -> None:
-        """Called when it is not: its process has ended, or it has withdrawn."""
-
-    def on_message(
-        self, worker: Worker, message: Message, payload: Sequence[Frame]
-    ) -> None: ...
-    def on_delta(self, worker: Worker, delta: KvDelta) -> None: ...
-    def on_report(self, worker: Worker, report: LoadReport) -> None: ...
-
-
-class Worker:
-    """One worker as this frontend sees it."""
-
-    def __init__(self, address: str, link: FrontendLink) -> None:
-        self.address = address
-        self.link = link
-        self.record: WorkerRecord | None = None
-        self.name = address
-        """Its own name once it has answered."""
-        self.facts: WorkerFacts | None = None
-        self.ready = False
-        """Whether it has been brought up to date and can be reached."""
-        self.draining = False
-        """Whether it has said that it is going to leave."""
-        self.refused = ""
-        self.epoch = ""
-        self.transfer = "inline"
-        self.transfer_reason = ""
-        self.last_heard = time.monotonic()
-        self.greetings = 0
-        """Sent since it was heard last."""
-        self.kv: KvSubscriber | None = None
-        self.process: ProcessWatch | None = None
-        self.tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def encodes(self) -> bool:
-        """Whether it only encodes images, and so answers no requests."""
-        return self.facts is not None and self.facts.role == "encode"
-
-    def is_silent(self, now: float) -> bool:
-        """Whether it should have answered by ``now``."""
-        silent = now - self.last_heard
-        if silent <= SILENT_SECONDS:
-            return False
-        return silent > SILENT_SECONDS_STARVED or not self._is_starved()
-
-    def _is_starved(self) -> bool:
-        record = self.record
-        return record is not None and record.is_local() and wants_to_run(record.pid)
-
-    def describe(self) -> dict[str, Any]:
-        """What ``GET /v1/fleet`` shows of it."""
-        return {
-            "id": self.name,
-            "address": self.address,
-            "ready": self.ready,
-            "draining": self.draining,
-            "refused": self.refused or None,
-            "transfer": self.transfer if self.ready else None,
-            "transfer_reason": self.transfer_reason or None,
-            "facts": msgspec.to_builtins(self.facts) if self.facts else None,
-        }
 
 
 class WorkerPool:
@@ -226,9 +147,19 @@ class WorkerPool:
                         logger.error("worker %s cannot be used: %s", record.worker, error)
                 else:
                     self._workers[address].record = record
-            for address, worker in list(self._workers.items()):
-                if address not in by_address and address not in self._addresses:
-                    self._remove(worker)
+            for address, worker in self._workers.items():
+                worker.listed = address in by_address or address in self._addresses
+            self._remove_unlisted()
+
+    def _remove_unlisted(self) -> None:
+        """Forget workers that discovery does not name any more, once they are lost.
+
+        Not one that answers: who leaves says goodbye, and a worker that cannot reach etcd
+        for a while has requests to finish.
+        """
+        for worker in self.workers:
+            if not worker.listed and not worker.epoch:
+                self._remove(worker)
 
     async def _watch_heartbeats(self) -> None:
         beat = time.monotonic()
@@ -242,6 +173,7 @@ class WorkerPool:
                 worker.last_heard += overslept
                 if worker.epoch and worker.is_silent(now):
                     self._lose(worker, "does not answer")
+            self._remove_unlisted()
             if now - beat >= HEARTBEAT_SECONDS:
                 beat = now
                 for worker in self.workers:
@@ -289,22 +221,28 @@ class WorkerPool:
             message, payload = await worker.link.receive()
             worker.last_heard = time.monotonic()
             worker.greetings = 0
-            match message:
-                case Ready():
-                    self._admit(worker, message)
-                case Refused():
-                    self._refuse(worker, message.worker, f"it refuses us: {message.reason}")
-                case Draining():
-                    self._spare(worker, message.seconds)
-                case Bye():
-                    self._lose(worker, "has said goodbye")
-                case TransferChosen() | Pulling():
-                    self._nixl.on_message(worker, message)
-                case _ if worker.epoch:
-                    try:
-                        self._events.on_message(worker, message, payload)
-                    except BadMessage as error:
-                        self._lose(worker, f"sends what cannot be read ({error})")
+            try:
+                self._hear(worker, message, payload)
+            except BadMessage as error:
+                self._lose(worker, f"sends what cannot be read ({error})")
+            except Exception as error:  # whatever it is, this worker must be heard again
+                logger.exception("what worker %s sends cannot be used", worker.name)
+                self._lose(worker, f"sends what cannot be used ({error!r})")
+
+    def _hear(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
+        match message:
+            case Ready():
+                self._admit(worker, message)
+            case Refused():
+                self._refuse(worker, message.worker, f"it refuses us: {message.reason}")
+            case Draining():
+                self._spare(worker, message.seconds)
+            case Bye():
+                self._lose(worker, "has said goodbye")
+            case TransferChosen() | Pulling():
+                self._nixl.on_message(worker, message)
+            case _ if worker.epoch:
+                self._events.on_message(worker, message, payload)
 
     def _admit(self, worker: Worker, ready: Ready) -> None:
         if worker.epoch == ready.epoch:
@@ -350,7 +288,7 @@ class WorkerPool:
             await self._events.prepare(worker)
         except Exception as error:  # whatever it is, this worker cannot be used
             logger.exception("worker %s cannot be used", worker.name)
-            worker.refused = str(error)
+            worker.refused = str(error) or repr(error)
             if self._agreed is worker.facts and not self.ready_workers():
                 self._agreed = None  # it must not decide who may come after it
             return
@@ -384,10 +322,15 @@ class WorkerPool:
     async def _hear_news(self, worker: Worker, kv: KvSubscriber) -> None:
         while True:
             news = await kv.receive()
-            if isinstance(news, LoadReport):
-                self._events.on_report(worker, news)
-            else:
-                self._events.on_delta(worker, news)
+            try:
+                if isinstance(news, LoadReport):
+                    self._events.on_report(worker, news)
+                else:
+                    self._events.on_delta(worker, news)
+            except Exception as error:  # whatever it is, it is started over with
+                logger.exception("news of worker %s cannot be used", worker.name)
+                self._lose(worker, f"publishes what cannot be used ({error!r})")
+                return
 
     def _spare(self, worker: Worker, seconds: float) -> None:
         """Send nothing new to a worker that is going to leave."""

@@ -14,6 +14,7 @@ import ipaddress
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISVTX
 from typing import Any
 
 import zmq
@@ -169,6 +170,10 @@ def _load(directory: Path | None, own: str, other: str) -> CurveKeys | None:
         ) from error
     if status.st_mode & 0o077 or status.st_uid != os.getuid():
         raise BadKeys(f"{path} must belong to this user with mode 0600")
+    for place in (directory, directory / f"{other}.key"):
+        # Whoever puts another public key there decides who is let in.
+        if (mode := place.stat().st_mode) & 0o022 and not mode & S_ISVTX:
+            raise BadKeys(f"{place} can be changed by other users: take that from them")
     if secret is None or {len(public), len(secret), len(peer)} != {40}:
         raise BadKeys(f"{directory} does not hold keys of python -m transfer.make_keys")
     return CurveKeys(public, secret, peer)

@@ -35,6 +35,15 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_SECONDS = 1.0
 """How often a frontend pings each of its workers."""
 
+PEER_SILENT_MS = 20_000
+"""After so long a connection whose other end does not answer ZeroMQ itself is given up, in
+milliseconds: what is queued in it is let go of, and whoever connected tries again. Longer
+than processes are missed (frontend.worker_pool, workers.frontends), so that this is of
+networks that lose everything and of processes that stand still."""
+CONNECT_MS = 3_000
+"""So long one attempt to connect may take, in milliseconds: whoever tried while the network
+was gone is back soon after it is."""
+
 LAST_WORDS_MS = 200
 """How long closing may take to get a last message out, in milliseconds."""
 
@@ -70,7 +79,11 @@ class _Socket:
         self._received: asyncio.Queue[list[Frame]] = asyncio.Queue()
         self._socket.setsockopt(zmq.LINGER, 0)
         # No limit on queued messages: a limit would drop silently (ROUTER) or block
-        # (DEALER). What bounds the queue is that lost peers are dropped.
+        # (DEALER). What bounds the queue is that lost peers are dropped, and their
+        # connections given up.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(1000 * HEARTBEAT_SECONDS))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PEER_SILENT_MS)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.IPV6, 1)
@@ -297,7 +310,7 @@ def _connect(socket: zmq.Socket[bytes], address: str, access: Access) -> None:
     try:
         access.before_connect(socket, address)
         socket.connect(address)
-    except (zmq.ZMQError, ValueError) as error:
+    except Exception as error:  # of pyzmq or of libzmq: it depends on what is wrong with it
         socket.close(linger=0)  # nobody else would, and its context could not end
         raise TransferError(f"{address!r} is no address to connect to: {error}") from error
 

@@ -32,6 +32,8 @@ from transfer.process import is_alive, process_start_time, same_host_key
 
 logger = logging.getLogger(__name__)
 
+LOOK_AGAIN_SECONDS = 1.0
+
 LONGEST_SOCKET_PATH = 107
 """sun_path of sockaddr_un(7) less its final NUL, in bytes."""
 
@@ -137,25 +139,37 @@ class Registry:
         return found
 
     async def watch(self) -> AsyncGenerator[dict[str, WorkerRecord]]:
-        """Yield ``records()`` now and after every change."""
-        changes = watchfiles.awatch(
-            self.path,
-            watch_filter=lambda _, path: path.endswith(".json"),
-            step=20,
-            recursive=False,
-            yield_on_timeout=True,  # a file system without events is read anyway
-            rust_timeout=5000,
-        )
-        # Watched before it is read for the first time, so that nothing falls in between.
-        news = asyncio.ensure_future(anext(changes))
-        await asyncio.sleep(0)
-        try:
-            while True:
-                yield self.records()
-                await news
-                news = asyncio.ensure_future(anext(changes))
-        finally:
-            news.cancel()
+        """Yield ``records()`` now and after every change.
+
+        Where the directory cannot be watched (it is gone, or this host has no watches
+        left) it is looked at every second until it can.
+        """
+        troubled = False
+        while True:
+            changes = watchfiles.awatch(
+                self.path,
+                watch_filter=lambda _, path: path.endswith(".json"),
+                step=20,
+                recursive=False,
+                yield_on_timeout=True,  # a file system without events is read anyway
+                rust_timeout=5000,
+            )
+            # Watched before it is read, so that nothing falls in between.
+            news = asyncio.ensure_future(anext(changes))
+            await asyncio.sleep(0)
+            try:
+                while True:
+                    yield self.records()
+                    await news
+                    troubled = False
+                    news = asyncio.ensure_future(anext(changes))
+            except (OSError, RuntimeError, StopAsyncIteration) as error:
+                if not troubled:
+                    logger.error("%s cannot be watched: %r", self.path, error)
+                troubled = True
+            finally:
+                news.cancel()
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
 
 
 def default_root() -> Path:

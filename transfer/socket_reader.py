@@ -63,10 +63,16 @@ class SocketReader:
             if self._closed:
                 return
             try:
-                self._on_message(self._receive())
+                frames = self._receive()
             except zmq.Again:
                 return
             except zmq.ContextTerminated:
                 self.close()
                 return
+            try:
+                self._on_message(frames)
+            except BaseException:
+                # What lies behind this message has been announced and will not be again.
+                self._loop.call_soon(self._read)
+                raise
         self._loop.call_soon(self._read)

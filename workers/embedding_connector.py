@@ -113,7 +113,7 @@ class EmbeddingConnector(ECConnectorBase):
         ]
         if not needed or self._loads.hold(request.request_id, needed):
             return True
-        logger.error("request %s: an encoder output has gone", request.request_id)
+        logger.error("request %r: an encoder output has gone", request.request_id)
         self._unavailable.add(request.request_id)
         return False
 

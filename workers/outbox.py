@@ -91,7 +91,7 @@ class Outbox:
 
     def fail(self, frontend: str, request_id: str, reason: str) -> None:
         """End a request that never reached the engine."""
-        logger.error("request %s of %s failed: %s", request_id, frontend, reason)
+        logger.error("request %r of %s failed: %s", request_id, frontend, reason)
         output = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR)
         self._link.send(
             frontend, Outputs(), encode_payload(EngineCoreOutputs(outputs=[output]))

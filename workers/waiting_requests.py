@@ -99,13 +99,18 @@ class WaitingRequests:
                 raise ReadFailed("an earlier part of it is missing")
             held += await cache.wait(pulls)
             self._settle(frontend, request, held)
+            payload = encode_payload(request)
         except TransferError as error:
             self._miss(frontend, request, part, error)
             return False
+        except Exception as error:  # whatever it is, nobody else would ever say so
+            logger.exception("the tensors of request %r did not come", request.request_id)
+            self._miss(frontend, request, part, ReadFailed(repr(error)))
+            return False
         try:
-            self._inputs.add(encode_payload(request))
+            self._inputs.add(payload)
         except EngineDeadError:
-            logger.error("request %s: the engine has died", request.request_id)
+            logger.error("request %r: the engine has died", request.request_id)
             return False
         return True
 

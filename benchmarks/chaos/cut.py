@@ -9,8 +9,7 @@ import contextlib
 class CuttableLine:
     """Forwards what comes to ``port`` to another port of this machine, unless it is cut.
 
-    While it is cut nothing gets through and nobody is told, as when a cable is pulled;
-    mending it breaks the connections that were there.
+    While it is cut nothing gets through and nobody is told, as when a cable is pulled.
     """
 
     def __init__(self, target: int) -> None:
@@ -29,9 +28,11 @@ class CuttableLine:
     def cut(self) -> None:
         self._through.clear()
 
-    def mend(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
+    def mend(self, *, breaks: bool = True) -> None:
+        """Let everything through again; ``breaks``: the connections that were there end."""
+        if breaks:
+            for writer in self._writers:
+                writer.transport.abort()
         self._through.set()
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from benchmarks.chaos.fleet import ChaosFleet, Member, Spell
 PAUSES = (1.0, 4.0, 13.0)
 """Seconds. Shorter than a worker is missed, longer, and longer than a frontend is."""
 CUTS = (1.0, 6.0)
+LONGER_SECONDS = 120.0
+"""How much longer a phase may become for want of a kind of disturbance."""
 END_SECONDS = 60.0
 """How long a process may take to end when it is told to."""
 NEVER_SECONDS = 90.0
@@ -46,11 +48,16 @@ class Disturber:
         self._rng = random.Random(seed)
         self._pause = pause
         self._under_way: set[asyncio.Task[None]] = set()
+        self._due = kinds_of(fleet.workers, fleet.frontends)
+        self._rng.shuffle(self._due)
 
     async def run(self, seconds: float) -> None:
-        """Disturb for so long, then wait until everything is there again."""
+        """Disturb for so long, then wait until everything is there again.
+
+        A little longer where not everything has been done by then.
+        """
         until = now() + seconds
-        while now() < until:
+        while now() < until or (self._due and now() < until + LONGER_SECONDS):
             await asyncio.sleep(self._rng.uniform(*self._pause))
             if (next_one := self._choose()) is not None:
                 task = asyncio.create_task(next_one)
@@ -59,16 +66,30 @@ class Disturber:
         await asyncio.gather(*self._under_way)
 
     def _choose(self) -> Coroutine[Any, Any, None] | None:
-        """Never the last of its kind that is available."""
-        group = self._rng.choice((self._fleet.workers, self._fleet.frontends))
-        free = [member for member in group if member.available]
-        if len(free) < 2:
-            return None
-        member = self._rng.choice(free)
-        choices = ["pause"] if member.steady else ["kill", "kill", "term", "term", "pause"]
-        if member.line is not None:
-            choices.append("cut")
-        match self._rng.choice(choices):
+        """Never the last of its kind that is available.
+
+        What has not been done yet comes first, so that even a short phase has all of it.
+        """
+        groups = {"worker": self._fleet.workers, "frontend": self._fleet.frontends}
+        choices = [
+            (what, member)
+            for group in groups.values()
+            if sum(member.available for member in group) > 1
+            for member in group
+            if member.available
+            for what in kinds_for(member)
+        ]
+        for due in self._due:
+            fitting = [c for c in choices if (c[0], kind_of(c[1])) == due]
+            if fitting:
+                self._due.remove(due)
+                return self._do(*self._rng.choice(fitting))
+        group = groups[self._rng.choice(sorted(groups))]
+        choices = [c for c in choices if c[1] in group]
+        return self._do(*self._rng.choice(choices)) if choices else None
+
+    def _do(self, what: str, member: Member) -> Coroutine[Any, Any, None]:
+        match what:
             case "kill":
                 return self._kill(member)
             case "term":
@@ -122,7 +143,7 @@ class Disturber:
         spell = Spell(what, now())
         member.spells.append(spell)
         member.available = False
-        self.done[f"{what} {member.name.partition('-')[0]}"] += 1
+        self.done[f"{what} {kind_of(member)}"] += 1
         return spell
 
     async def _watch(self, client: Client, member: Member, killed: float) -> None:
@@ -130,5 +151,22 @@ class Disturber:
         known = len(client.successes)
         while len(client.successes) == known and now() - killed < NEVER_SECONDS:
             await asyncio.sleep(0.02)
-        kind = member.name.partition("-")[0]
-        self.recoveries.append(Recovery(kind, now() - killed))
+        self.recoveries.append(Recovery(kind_of(member), now() - killed))
+
+
+def kind_of(member: Member) -> str:
+    """``worker`` or ``frontend``."""
+    return member.name.partition("-")[0]
+
+
+def kinds_for(member: Member) -> list[str]:
+    """What may be done to ``member``, as often as it is likely."""
+    kinds = ["pause"] if member.steady else ["kill", "kill", "term", "term", "pause"]
+    return [*kinds, "cut"] if member.line is not None else kinds
+
+
+def kinds_of(*groups: Sequence[Member]) -> list[tuple[str, str]]:
+    """All that can be done to the members of ``groups``, each kind once."""
+    return sorted(
+        {(what, kind_of(m)) for group in groups for m in group for what in kinds_for(m)}
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from configs.deployment.options import Value, flags_of
 from configs.deployment.schema import ROUTER_PREFIX, Deployment, Router, Workers
+from configs.schema import FrontendConfig, WorkerConfig
 
 FRONTEND = [sys.executable, "-m", "frontend"]
 WORKER = [sys.executable, "-m", "workers"]
@@ -117,6 +118,31 @@ def reachable(arguments: list[str], address: str) -> list[str]:
 def logging_environment(deployment: Deployment) -> dict[str, str]:
     """What has all processes log in one format, from their first line on."""
     return {"FOVEAL_LOG_FORMAT": deployment.logs.format}
+
+
+def drain_seconds(deployment: Deployment, environ: Mapping[str, str]) -> float:
+    """How long a process may take to finish what it has when it is told to end: of all
+    that the deployment starts, the longest."""
+    return max(
+        _drain_timeout(settings, options, {**environ, **deployment.environment, **own})
+        for settings, options, own in (
+            (FrontendConfig, deployment.frontend.options, deployment.frontend.environment),
+            *((WorkerConfig, g.options, g.environment) for g in deployment.workers),
+        )
+    )
+
+
+def _drain_timeout(
+    settings: type[FrontendConfig] | type[WorkerConfig],
+    options: Mapping[str, Value],
+    environ: Mapping[str, str],
+) -> float:
+    default = settings.model_fields["drain_timeout"].default
+    stated = options.get("drain-timeout") or environ.get("FOVEAL_DRAIN_TIMEOUT") or default
+    try:
+        return float(str(stated))
+    except ValueError:  # the process will say so
+        return float(default)
 
 
 def _each_worker(deployment: Deployment) -> Iterator[tuple[int, Workers]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from configs.deployment.children import Child, stop_all
 from configs.deployment.commands import (
+    drain_seconds,
     frontend_command,
     logging_environment,
     with_devices,
@@ -32,6 +33,7 @@ from configs.deployment.stop_signals import StopSignals
 from configs.deployment.workers_by_ray import RayFailed, WorkersByRay
 
 STOP_SECONDS = 30.0
+"""How long a process may take to end, beside what it takes to finish its answers."""
 LOOK_SECONDS = 0.5
 PARTS = ("frontend", "workers")
 
@@ -235,10 +237,14 @@ class Up:
     def _stop(self) -> None:
         self._progress.say("Stopping ...")
         children = [s.child for s in self._services if s.child is not None]
+        drain = drain_seconds(self._deployment, self._environ)
         if self._ray is not None:
-            self._ray.stop()
-        for child in stop_all(children, STOP_SECONDS, self._signals.hurry):
+            # Together with the frontends, which have answers under way on these workers.
+            self._ray.begin_to_stop(drain + STOP_SECONDS / 2)
+        for child in stop_all(children, drain + STOP_SECONDS, self._signals.hurry):
             self._progress.say(f"{child.name} did not stop in time and was killed")
+        if self._ray is not None:
+            self._ray.stop(self._signals.hurry)
         pids = [pid for s in self._services for pid in s.past] + [c.pid for c in children]
         remove_shared_memory(pids)
         self._progress.close()

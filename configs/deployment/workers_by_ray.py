@@ -15,7 +15,7 @@ from configs.deployment.ray_worker import BAD_SETTING, RayWorker
 from configs.deployment.schema import Deployment
 
 REACH_SECONDS = 5.0
-STOP_SECONDS = 30.0
+WAIT_SECONDS = 0.5
 ASK_SECONDS = 1.0
 """How often each actor is asked."""
 CARRIED = ("PYTHONPATH", "PATH")
@@ -65,6 +65,8 @@ class WorkersByRay:
         self._environment = environment
         self._say = say
         self._workers: list[_Placed] = []
+        self._stopping: list[Any] = []
+        self._stop_by = 0.0
 
     def start(self) -> None:
         """
@@ -114,7 +116,7 @@ class WorkersByRay:
             question, worker.question = worker.question, None
             try:
                 self._note(worker, ray.get(question))
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayError as error:
                 if worker.state != "ended":
                     self._say(f"{worker.command.name} ended; Ray starts it again")
                 worker.state, worker.detail = "ended", str(error).splitlines()[0]
@@ -139,14 +141,21 @@ class WorkersByRay:
             for w in self._workers
         ]
 
-    def stop(self) -> None:
-        """End all workers in good order, then their actors; leave the cluster alone."""
+    def begin_to_stop(self, seconds: float) -> None:
+        """Have all workers end in good order, for which they have so many ``seconds``."""
+        if self._ray.is_initialized():
+            self._stopping = [w.actor.stop.remote(seconds) for w in self._workers if w.place]
+            self._stop_by = time.monotonic() + seconds + REACH_SECONDS
+
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Wait until they have, or ``hurry`` becomes true, and end their actors; leave the
+        cluster alone."""
         ray = self._ray
         if not ray.is_initialized():
             return
-        asked = [w.actor.stop.remote(STOP_SECONDS / 2) for w in self._workers if w.place]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=STOP_SECONDS)
+        left = self._stopping
+        while left and time.monotonic() < self._stop_by and not hurry():
+            _, left = ray.wait(left, num_returns=len(left), timeout=WAIT_SECONDS)
         for worker in self._workers:
             ray.kill(worker.actor, no_restart=True)
         ray.shutdown()

@@ -178,6 +178,43 @@ async def test_who_waits_too_long_goes_on(
     await fleet.answer("r")
 
 
+async def test_one_that_hangs_is_waited_for_once(
+    fleet: Fleet, shared: HostEmbeddings
+) -> None:
+    await generator(fleet, shared)
+    helper = await encoder(fleet, shared)
+    helper.engine.stalled = True
+    fleet.client._encoders._seconds = 0.05
+    await routed(fleet, "r", 1.0)
+    job = await within(helper.engine.added.get())
+    fleet.client._encoders._seconds = 1000.0
+    await within(routed(fleet, "s", 2.0))  # not sent there
+    helper.engine.say(job.request_id, finished=True)  # there it is again
+    await eventually(lambda: not len(fleet.client._encoders))
+    helper.engine.stalled = False
+    assert (await within(routed(fleet, "t", 3.0))).routed[0].embeddings_held == 1
+
+
+async def test_what_a_lost_encode_worker_may_be_reading_stays_in_place(
+    fleet: Fleet, shared: HostEmbeddings
+) -> None:
+    await generator(fleet, shared)
+    helper = await encoder(fleet, shared)
+    helper.engine.stalled = True
+    task = asyncio.create_task(routed(fleet, "r", 1.0))
+    await within(helper.engine.added.get())
+    (seen,) = fleet.pool.encode_workers()
+    seen.record, seen.last_heard = None, seen.last_heard - 1000.0
+    await within(task)
+    await fleet.answer("r")
+    assert not len(fleet.client._encoders)
+    assert len(fleet.client.requests.parked) == 1
+    assert fleet.arena.stats().leased_entries == 1
+    # Once it answers anew it is done with what it had.
+    await eventually(lambda: not len(fleet.client.requests.parked))
+    await eventually(fleet.at_rest)
+
+
 async def test_a_client_that_leaves_ends_nobody_elses_wait(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:

@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
-from frontend.in_flight import AnswerLost, NoWorkers
 from frontend.receipt import Receipt, current_receipt
 from frontend.router.block_hashes import RequestHasher
+from frontend.router.router import Route, Router
+from frontend.sent_request import AnswerLost, NoWorkers
 from tests.fakes import eventually, make_facts, make_item, make_request, within
 from tests.frontend.fleets import Fleet
 from transfer.arena_layout import SHM
@@ -527,3 +529,68 @@ async def test_a_request_that_waits_for_a_worker_can_be_aborted(fleet: Fleet) ->
     await fleet.client.add_request_async(make_request("s"))
     await fleet.answer("s")
     assert set(second.engine.pixels) == {"s"}
+
+
+async def test_a_request_that_cannot_be_sent_leaves_nothing_behind(fleet: Fleet) -> None:
+    await fleet.start()
+    request = make_request("r", items=[make_item(1.0)])
+    assert request.sampling_params is not None
+    request.sampling_params.extra_args = {"of no kind that travels": object()}
+    with pytest.raises(TypeError):
+        await fleet.client.add_request_async(request)
+    del request
+    await eventually(fleet.at_rest)
+
+
+class Stumbling(Router):
+    """A router that stumbles over one request."""
+
+    def first_token(self, request_id: str) -> None:
+        if request_id == "bad":
+            raise RuntimeError("stumbled")
+        super().first_token(request_id)
+
+    def route(self, request_id: str, *rest: Any) -> Route:
+        if request_id == "bad":
+            raise RuntimeError("stumbled")
+        return super().route(request_id, *rest)
+
+
+async def test_an_output_that_cannot_be_used_ends_its_request_only(fleet: Fleet) -> None:
+    worker = await fleet.start()
+    worker.engine.stalled = True
+    for name in ("bad", "good"):
+        await fleet.client.add_request_async(make_request(name))
+        await within(worker.engine.added.get())
+    fleet.client.router.__class__ = Stumbling
+    worker.engine.put(EngineCoreOutputs(outputs=[
+        EngineCoreOutput(name, [7], finish_reason=FinishReason.LENGTH)
+        for name in ("bad", "good")
+    ]))
+    ends = {}
+    while len(ends) < 2:
+        for output in (await within(fleet.client.get_output_async())).outputs:
+            ends[output.request_id] = output
+    assert ends["good"].new_token_ids == [7]
+    assert ends["bad"].finish_reason is FinishReason.ERROR
+    await eventually(fleet.at_rest)
+    assert list(fleet.pool.ready_workers()) == ["worker-1"]
+
+
+async def test_a_request_that_cannot_be_moved_ends_and_the_others_move(fleet: Fleet) -> None:
+    first = await fleet.start()
+    first.engine.stalled = True
+    for name in ("bad", "good"):
+        await fleet.client.add_request_async(make_request(name))
+        await within(first.engine.added.get())
+    await fleet.start("worker-2")
+    fleet.client.router.__class__ = Stumbling
+    await first.leave()
+    ends = {}
+    while len(ends) < 2:
+        for output in (await within(fleet.client.get_output_async())).outputs:
+            if output.finished:
+                ends[output.request_id] = output.finish_reason
+    assert ends["bad"] is FinishReason.ERROR
+    assert ends["good"] is FinishReason.LENGTH
+    await eventually(fleet.at_rest)

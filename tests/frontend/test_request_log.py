@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from frontend.in_flight import NoWorkers
 from frontend.metrics import MOST_GONE_WORKERS, FrontendMetrics
 from frontend.receipt import Receipt, current_receipt
 from frontend.request_log import PICTURE_BYTES, RequestLog, SendTimes
 from frontend.router.cost import Candidate
 from frontend.router.router import Route
+from frontend.sent_request import NoWorkers
 from tests.fakes import make_item, make_request, within
 from tests.frontend.fleets import Fleet
 from transfer.registry import Registry

@@ -58,6 +58,28 @@ async def test_a_worker_that_leaves_is_gone_at_once(registry: Registry) -> None:
         assert not await fleet.pool.wait_until_ready(0)
 
 
+async def test_a_worker_that_discovery_has_lost_goes_on_as_long_as_it_answers(
+    registry: Registry,
+) -> None:
+    """It may be that only etcd and the worker cannot reach each other."""
+    async with Fleet(registry) as fleet:
+        worker = await fleet.start()
+        worker.engine.stalled = True
+        await fleet.client.add_request_async(make_request("r", max_tokens=1))
+        await within(worker.engine.added.get())
+        (seen,) = fleet.pool.workers
+        registry.withdraw_record("worker-1")
+        await eventually(lambda: not seen.listed)
+        assert list(fleet.pool.ready_workers()) == ["worker-1"]
+        worker.engine.say("r", 7, finished=True)
+        assert [o.new_token_ids for o in await fleet.answer("r")] == [[7]]
+        worker.announce()
+        await eventually(lambda: seen.listed)
+        registry.withdraw_record("worker-1")
+        await worker.stop()  # without a word
+        await eventually(lambda: not fleet.pool.workers)
+
+
 async def test_the_end_of_a_workers_process_is_noticed_at_once(
     registry: Registry, other_process: subprocess.Popen[bytes]
 ) -> None:

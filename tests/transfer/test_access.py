@@ -136,6 +136,17 @@ def test_a_secret_that_others_can_read_is_refused(keys: Path) -> None:
         worker_access(keys)
 
 
+@pytest.mark.parametrize("place", ["", "frontend.key"])
+def test_keys_that_others_could_put_their_own_beside_are_refused(
+    keys: Path, place: str
+) -> None:
+    (keys / place).chmod(0o770 if not place else 0o620)
+    with pytest.raises(BadKeys, match="can be changed by other users"):
+        worker_access(keys)
+    (keys / place).chmod(0o1777 if not place else 0o644)  # as Kubernetes mounts secrets
+    worker_access(keys)
+
+
 def test_a_secret_is_not_shown(keys: Path) -> None:
     access = worker_access(keys)
     assert access.keys is not None

@@ -134,3 +134,16 @@ async def test_a_watcher_hears_of_arrivals_and_departures(registry: Registry) ->
         registry.withdraw_record("first")
         while set(await within(anext(changes))) != {"second"}:
             pass
+
+
+async def test_a_directory_that_is_not_there_is_looked_for_again(registry: Registry) -> None:
+    registry.path.rmdir()
+    async with aclosing(registry.watch()) as changes:
+        assert await within(anext(changes)) == {}
+        registry.path.mkdir(mode=0o700)
+        registry.announce(record_of("first"))
+        while set(await within(anext(changes))) != {"first"}:
+            pass
+        registry.announce(record_of("second"))
+        while set(await within(anext(changes))) != {"first", "second"}:
+            pass

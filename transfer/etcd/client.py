@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import base64
 import ssl
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,13 +57,15 @@ class EtcdClient:
     async def grant(self, seconds: int) -> str:
         """A new lease that ends ``seconds`` after it was last kept alive; returns its id."""
         answer = await self._call("/v3/lease/grant", {"TTL": str(seconds)})
-        return str(answer["ID"])
+        with self._understood():
+            return str(answer["ID"])
 
     async def keep_alive(self, lease: str) -> bool:
         """Renew ``lease``; False where etcd does not know it any more."""
         answer = await self._call("/v3/lease/keepalive", {"ID": lease})
         # One line of a stream: it ends because the stream of requests has ended.
-        return int(answer.get("result", {}).get("TTL", 0)) > 0
+        with self._understood():
+            return int(answer.get("result", {}).get("TTL", 0)) > 0
 
     async def revoke(self, lease: str) -> None:
         """End ``lease`` and remove all keys under it."""
@@ -92,19 +94,21 @@ class EtcdClient:
             "success": [{"request_put": {"key": _text(key), "value": _b64(value)}}],
             "failure": [{"request_range": {"key": _text(key)}}],
         })
-        if answer.get("succeeded"):
-            return value
-        (found,) = answer["responses"][0]["response_range"]["kvs"]
-        return base64.b64decode(found["value"])
+        with self._understood():
+            if answer.get("succeeded"):
+                return value
+            (found,) = answer["responses"][0]["response_range"]["kvs"]
+            return base64.b64decode(found["value"])
 
     async def read(self, prefix: str) -> tuple[dict[str, bytes], int]:
         """All keys that begin with ``prefix``, and the revision at which they stand so."""
         answer = await self._call("/v3/kv/range", _range(prefix))
-        found = {
-            base64.b64decode(pair["key"]).decode(): base64.b64decode(pair.get("value", ""))
-            for pair in answer.get("kvs", ())
-        }
-        return found, int(answer["header"]["revision"])
+        with self._understood():
+            found = {
+                _key(pair): base64.b64decode(pair.get("value", ""))
+                for pair in answer.get("kvs", ())
+            }
+            return found, int(answer["header"]["revision"])
 
     async def watch(
         self, prefix: str, revision: int, seconds: float
@@ -122,7 +126,9 @@ class EtcdClient:
         try:
             async with self._post("/v3/watch", body, timeout) as response:
                 async for line in response.content:
-                    yield _changes(line)
+                    with self._understood():
+                        changes = _changes(line)
+                    yield changes
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise WatchLost(str(error) or type(error).__name__) from error
         except EtcdUnavailable as error:
@@ -140,6 +146,20 @@ class EtcdClient:
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError) as error:
             reason = str(error) or type(error).__name__
             raise EtcdUnavailable(f"etcd at {self._address}: {reason}") from error
+
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Within, an answer is taken apart: what stands there may be no etcd.
+
+        Raises:
+            EtcdUnavailable: it is not an answer of etcd's.
+        """
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise EtcdUnavailable(
+                f"etcd at {self._address} answers as no etcd does: {error!r}"
+            ) from error
 
     @asynccontextmanager
     async def _post(
@@ -171,7 +191,8 @@ class EtcdClient:
             answer = await self._call("/v3/auth/authenticate", {
                 "name": self._address.user, "password": self._address.password,
             })
-            self._token = str(answer["token"])
+            with self._understood():
+                self._token = str(answer["token"])
         urls = self._address.urls
         # Once more around: a connection that was kept may be of an etcd that has ended.
         for offset in range(len(urls) + 1):
@@ -199,7 +220,7 @@ def _changes(line: bytes) -> list[Change]:
         raise WatchLost(str(message.get("error") or result.get("cancel_reason") or message))
     return [
         Change(
-            base64.b64decode(event["kv"]["key"]).decode(),
+            _key(event["kv"]),
             None
             if event.get("type") == "DELETE"
             else base64.b64decode(event["kv"].get("value", "")),
@@ -212,6 +233,10 @@ def _range(prefix: str) -> dict[str, str]:
     """etcd asks for a half-open range: up to the prefix with its last byte one higher."""
     raw = prefix.encode()
     return {"key": _b64(raw), "range_end": _b64(raw[:-1] + bytes([raw[-1] + 1]))}
+
+
+def _key(pair: Mapping[str, str]) -> str:
+    return base64.b64decode(pair["key"]).decode(errors="replace")
 
 
 def _text(key: str) -> str:

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.deployment.commands import frontend_command, with_devices, worker_commands
+from configs.deployment.commands import (
+    drain_seconds,
+    frontend_command,
+    with_devices,
+    worker_commands,
+)
 from configs.deployment.schema import Deployment
 
 REGISTRY = Path("/r")
@@ -87,3 +92,20 @@ def test_each_worker_gets_gpus_of_its_own() -> None:
 def test_more_gpus_than_there_are_is_an_error() -> None:
     with pytest.raises(ValueError, match="worker-2 needs 2 more GPUs than the 2 of"):
         devices([1, 2], {"CUDA_VISIBLE_DEVICES": "5,7"})
+
+
+@pytest.mark.parametrize(
+    ("values", "environ", "seconds"),
+    [
+        ({}, {}, 25.0),
+        ({"frontend": {"options": {"drain-timeout": 300}}}, {}, 300.0),
+        ({"workers": [{}, {"options": {"drain-timeout": 40.5}}]}, {}, 40.5),
+        ({"environment": {"FOVEAL_DRAIN_TIMEOUT": "90"}}, {"FOVEAL_DRAIN_TIMEOUT": "5"}, 90.0),
+        ({}, {"FOVEAL_DRAIN_TIMEOUT": "60"}, 60.0),
+        ({}, {"FOVEAL_DRAIN_TIMEOUT": "soon"}, 25.0),
+    ],
+)
+def test_answers_may_take_as_long_as_any_process_gives_them(
+    values: dict[str, object], environ: dict[str, str], seconds: float
+) -> None:
+    assert drain_seconds(deployment(**values), environ) == seconds

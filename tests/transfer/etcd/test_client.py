@@ -7,6 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.etcd_server import EtcdServer
 from tests.fakes import within
@@ -113,3 +114,32 @@ async def test_nobody_there_is_one_sentence_without_the_password() -> None:
         await client.grant(5)
     assert "secret" not in str(refusal.value)
     await client.close()
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "7", '{"kvs": [{"key": 1}]}', "<html>"])
+async def test_what_is_no_etcd_is_said_to_be_none(text: str) -> None:
+    """A proxy in front of it, say. Whoever keeps trying must not end over it."""
+    app = web.Application()
+    app.router.add_post("/{rest:.*}", lambda _: _reply(text))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    client = EtcdClient(parse_etcd_address(f"etcd://127.0.0.1:{port}"))
+    try:
+        for call in (
+            client.grant(60), client.read("a/"), client.put_if_absent("k", b"v"),
+        ):
+            with pytest.raises(EtcdUnavailable):
+                await within(call)
+        with pytest.raises(WatchLost):
+            async for changes in client.watch("a/", 1, 5.0):
+                assert not changes
+    finally:
+        await client.close()
+        await runner.cleanup()
+
+
+async def _reply(text: str) -> web.Response:
+    return web.Response(text=text)
