@@ -147,7 +147,8 @@ class FrontendLink(_Socket):
         try:
             _connect(self._socket, address, access)
         except TransferError:
-            self._monitor.close(linger=0)
+            self._stop_monitor()
+            self._socket.close(linger=0)
             raise
 
     def watch_breaks(self, on_break: Callable[[], None]) -> None:
@@ -193,9 +194,14 @@ class FrontendLink(_Socket):
             self._again.cancel()
         if self._events is not None:
             self._events.close()
+        self._stop_monitor()
+        super().close()
+
+    def _stop_monitor(self) -> None:
+        # Before the socket is closed: libzmq's own thread would do it then, and when this
+        # end of the monitor goes at the same time the context may never end.
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        super().close()
 
     def send(self, message: Message, payload: Sequence[Frame] = ()) -> None:
         self._put(encode(message, payload))
@@ -293,7 +299,11 @@ class KvSubscriber(_Socket):
         super().__init__(context, zmq.SUB)
         self.address = address
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        _connect(self._socket, address, access)
+        try:
+            _connect(self._socket, address, access)
+        except TransferError:
+            self._socket.close(linger=0)
+            raise
 
     async def receive(self) -> KvDelta | LoadReport:
         while True:
@@ -307,11 +317,15 @@ class KvSubscriber(_Socket):
 
 
 def _connect(socket: zmq.Socket[bytes], address: str, access: Access) -> None:
+    """
+    Raises:
+        TransferError: that is no address. The caller closes the socket: else its context
+            could not end.
+    """
     try:
         access.before_connect(socket, address)
         socket.connect(address)
     except Exception as error:  # of pyzmq or of libzmq: it depends on what is wrong with it
-        socket.close(linger=0)  # nobody else would, and its context could not end
         raise TransferError(f"{address!r} is no address to connect to: {error}") from error
 
 

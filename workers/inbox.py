@@ -1,6 +1,6 @@
 """What frontends say, applied to the engine.
 
-vLLM names relied on: AsyncMPClient.call_utility_async, collective_rpc_async;
+vLLM names relied on: AsyncMPClient.collective_rpc_async;
 SamplingParams.extra_args.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 from msgspec.structs import replace
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from transfer.arena_view import ArenaView
 from transfer.embeddings.store import EmbeddingLease
@@ -28,7 +27,6 @@ from transfer.messages import (
     AskSnapshot,
     Bye,
     Call,
-    CallResult,
     Draining,
     Frame,
     Hello,
@@ -41,11 +39,11 @@ from transfer.messages import (
     Ready,
     Refused,
     TensorsMissing,
-    decode_payload_as,
     decode_request,
     encode_payload,
 )
 from workers.embedding_cache import HostEmbeddings
+from workers.engine_calls import EngineCalls
 from workers.engine_inputs import EngineInputs
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
 from workers.kv_state import KvState
@@ -57,42 +55,9 @@ logger = logging.getLogger(__name__)
 
 ATTACH_SECONDS = 30.0
 
-ENGINE_CALLS = frozenset({
-    "add_lora", "remove_lora", "list_loras", "pin_lora",
-    "reset_mm_cache", "reset_prefix_cache", "reset_encoder_cache",
-    "sleep", "wake_up", "is_sleeping", "release_kv_cache_memory",
-    "pause_scheduler", "resume_scheduler", "is_scheduler_paused",
-    "profile", "get_weight_version", "set_weight_version", "collective_rpc",
-})
-"""Methods of the engine that a frontend may call."""
-
-MODEL_RUNNER_CALLS = frozenset({
-    "checkpoint_prepare", "checkpoint_restore",
-    "init_weight_transfer_engine", "shutdown_weight_transfer_engine",
-    "start_weight_update", "start_draft_weight_update", "update_weights",
-    "finish_weight_update", "reset_weights", "reload_weights",
-})
-"""Methods of the model runners' processes that ``collective_rpc`` may name: those that
-vLLM's own server and its guides for new weights call. Ours that map arenas are not among
-them."""
-
-_EMPTIES_KV_CACHE = frozenset({
-    "reset_prefix_cache", "sleep", "release_kv_cache_memory", "pause_scheduler",
-})
-
-_ABORTS_REQUESTS = frozenset({"sleep", "pause_scheduler"})
-_TAKES_REQUESTS_AGAIN = frozenset({"wake_up", "resume_scheduler"})
-
-_FORGETS_IMAGES = frozenset({
-    "reset_encoder_cache", "reset_mm_cache", "sleep", "release_kv_cache_memory",
-})
-
 
 class Inbox:
     """Applies each message of each frontend."""
-
-    encoder_resets = 0
-    """How often the engine was told to forget images or their encoder outputs."""
 
     def __init__(
         self,
@@ -118,12 +83,21 @@ class Inbox:
         self._nixl = nixl
         self._embeddings = embeddings
         self._waiting = WaitingRequests(frontends, inputs, self._send_missing)
+        self._calls = EngineCalls(
+            engine, link, outbox, nixl, embeddings,
+            lambda: self._publish(kv_state.clear()),
+        )
         self._seed_fingerprint = ready.facts.identity_seed_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
         self._greeting: set[str] = set()
         self._draining: Draining | None = None
         self._leaving: dict[str, asyncio.Task[None]] = {}
         """Frontends that have gone and are still being cleaned up after."""
+
+    @property
+    def encoder_resets(self) -> int:
+        """How often the engine was told to forget images or their encoder outputs."""
+        return self._calls.encoder_resets
 
     async def run(self) -> None:
         """Apply messages until cancelled or until the engine dies.
@@ -192,7 +166,7 @@ class Inbox:
             case AskSnapshot():
                 self._link.send(frontend.name, self._snapshot())
             case Call():
-                self._start(self._call(frontend.name, message, payload))
+                self._start(self._calls.answer(frontend.name, message, payload))
             case Bye():
                 self._drop(frontend.name)
             case _:
@@ -362,34 +336,6 @@ class Inbox:
     async def _detach(self, arena: str) -> None:
         await self._engine.collective_rpc_async("detach_arena", args=(arena,))
 
-    async def _call(self, name: str, call: Call, payload: Sequence[Frame]) -> None:
-        try:
-            arguments = decode_payload_as(object, payload)
-            if call.method not in ENGINE_CALLS or not isinstance(arguments, list):
-                raise BadMessage(f"{call.method} is not for frontends to call")
-            if call.method == "collective_rpc" and not _may_name(arguments):
-                raise BadMessage(f"collective_rpc{arguments[:1]} is not for frontends to call")
-            if call.method in _ABORTS_REQUESTS:
-                self._outbox.aborts_are_meant = True
-            result = await self._engine.call_utility_async(call.method, *arguments)
-            if call.method in _TAKES_REQUESTS_AGAIN:
-                self._outbox.aborts_are_meant = False
-            frames = encode_payload(result)
-        except EngineDeadError:
-            raise
-        except Exception as error:  # whatever the engine's method raised is the answer
-            self._link.send(name, CallResult(call.call_id, f"{call.method}: {error}"))
-            return
-        if call.method == "reset_mm_cache" and self._nixl.cache is not None:
-            self._nixl.cache.drop_unleased()
-        if call.method in _EMPTIES_KV_CACHE and result is not False:
-            # An idle engine announces this only with its next step.
-            self._publish(self._kv_state.clear())
-        self.encoder_resets += call.method in _FORGETS_IMAGES
-        if call.method == "reset_encoder_cache" and self._embeddings is not None:
-            self._embeddings.clear()
-        self._link.send(name, CallResult(call.call_id), frames)
-
     def _snapshot(self) -> KvSnapshot:
         return self._kv_state.snapshot()
 
@@ -408,11 +354,6 @@ class Inbox:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("failed: %r", error)
-
-
-def _may_name(arguments: list[Any]) -> bool:
-    method = arguments[0] if arguments else None
-    return isinstance(method, str) and method in MODEL_RUNNER_CALLS
 
 
 def _checked(

@@ -54,7 +54,7 @@ from frontend.admission_middleware import ADMINISTRATIVE
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.engine_client import RoutedEngineClient
 from frontend.media.connector import LazyMediaConnector
-from workers.inbox import ENGINE_CALLS, MODEL_RUNNER_CALLS
+from workers.engine_calls import ENGINE_CALLS, MODEL_RUNNER_CALLS
 
 NOT_WHEN_ROUTED = {
     "prepare_elastic_ep": "scaling one engine's experts; add workers instead",

@@ -151,17 +151,31 @@ async def test_where_pixels_are_seen_their_references_stay(
     assert torch.equal(worker.engine.pixels["r"][0], torch.full((8, 100), 1.0))
 
 
-async def test_weights_that_change_empty_it(
-    worker: FakeWorker, line: Line, store: EmbeddingStore
+@pytest.mark.parametrize(
+    ("method", "arguments", "left"),
+    [
+        ("reset_prefix_cache", [], 1),
+        ("reset_encoder_cache", [], 0),
+        # Weights are replaced between these and resume_scheduler, or wake_up.
+        ("pause_scheduler", ["abort", True], 0),
+        ("pause_scheduler", [], 0),
+        ("pause_scheduler", ["keep", False], 1),
+        ("sleep", [2, "abort"], 0),
+        ("sleep", [0, "abort"], 1),
+    ],
+)
+async def test_weights_that_may_change_empty_it(
+    worker: FakeWorker, line: Line, store: EmbeddingStore, method: str,
+    arguments: list[Any], left: int,
 ) -> None:
     await line.greet()
     store.save("image-" + "0" * 32, OUTPUT)
-    line.say(Call(1, "reset_prefix_cache"), encode_payload([]))
-    await line.hear(CallResult)
-    assert store.identifiers() != []
-    line.say(Call(2, "reset_encoder_cache"), encode_payload([]))
-    await line.hear(CallResult)
-    assert store.identifiers() == []
+    line.say(Call(1, method), encode_payload(arguments))
+    result, _ = await line.hear(CallResult)
+    assert result.error is None
+    assert len(store.identifiers()) == left
+    if method != "reset_prefix_cache":
+        assert worker.inbox.encoder_resets == 1 - left
 
 
 async def test_frontends_are_told_what_is_there(
