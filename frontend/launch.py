@@ -9,7 +9,6 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +39,7 @@ def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
     from frontend.command_line import parse
     from frontend.port import reserved
     from frontend.server import serve
-    from frontend.siblings import Siblings
+    from frontend.siblings import Siblings, meeting_place
     from frontend.supervisor import supervise
     from transfer.errors import TransferError
 
@@ -56,10 +55,10 @@ def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
             return 0
         with (
             reserved(args.host, args.port),
-            tempfile.TemporaryDirectory(prefix="foveal-frontends-") as directory,
+            meeting_place() as directory,
         ):
             command = [
-                sys.executable, "-m", "frontend.one_of_several", directory, *arguments
+                sys.executable, "-m", "frontend.one_of_several", str(directory), *arguments
             ]
             return asyncio.run(supervise(command, settings.frontends, settings.drain_timeout))
     except (BadSetting, TransferError) as error:

@@ -12,8 +12,10 @@ import asyncio
 import fcntl
 import logging
 import os
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transfer.errors import TransferError
@@ -30,6 +32,24 @@ LONGEST_QUESTION = 256
 LONGEST_ANSWER = 16 << 20
 
 Answer = Callable[[str], Awaitable[bytes]]
+
+_PREFIX = "foveal-frontends-"
+
+
+@contextmanager
+def meeting_place(parent: Path | None = None) -> Iterator[Path]:
+    """A new directory of mode 0700 for the processes that are started within.
+
+    What one left that was killed is removed on the occasion.
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    for left_over in parent.glob(f"{_PREFIX}*-*"):
+        owner = left_over.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", owner).exists():
+            shutil.rmtree(left_over, ignore_errors=True)
+    prefix = f"{_PREFIX}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as directory:
+        yield Path(directory)
 
 
 class Siblings:
@@ -59,7 +79,7 @@ class Siblings:
                     line = await reader.readuntil(b"\n")
                     writer.write(await answer(line.decode().strip()))
                     await writer.drain()
-            except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
+            except Exception as error:  # whatever it is, it does without
                 logger.warning("a sibling got no answer: %r", error)
             finally:
                 writer.close()

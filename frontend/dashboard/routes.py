@@ -41,6 +41,9 @@ SECURITY = {
 MOST_AT_A_TIME = 16
 """Questions that are being answered at one moment; more are answered 503."""
 
+DECODED_AT_A_TIME = 2
+"""Pictures: a large one takes 200 MB while it is."""
+
 STATE_PATH = "/v1/dashboard/state"
 
 QUESTION = "state"
@@ -54,6 +57,7 @@ class Answers:
         self._state = state
         self._siblings = siblings
         self._room = asyncio.Semaphore(MOST_AT_A_TIME)
+        self._decoding = asyncio.Semaphore(DECODED_AT_A_TIME)
 
     async def to_sibling(self, question: str) -> bytes:
         """Raises: ValueError: it is no question for the dashboard."""
@@ -89,8 +93,9 @@ class Answers:
             return Response(small, media_type="image/jpeg", headers=_FRESH)
 
     async def _own_thumbnail(self, number: int, index: int) -> bytes | None:
-        picture = self._state.picture(number, index)
-        return await asyncio.to_thread(thumbnail, picture) if picture is not None else None
+        async with self._decoding:
+            picture = self._state.picture(number, index)
+            return await asyncio.to_thread(thumbnail, picture) if picture is not None else None
 
 
 _FRESH = {"Cache-Control": "no-store"}

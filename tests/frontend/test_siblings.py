@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
-from frontend.siblings import Siblings
+from frontend.siblings import Siblings, meeting_place
 
 pytestmark = pytest.mark.anyio
 
@@ -71,3 +72,17 @@ async def test_alone_there_is_nobody_to_ask() -> None:
     alone = Siblings(None)
     assert (alone.number, await alone.ask_all("anything")) == (0, {})
     alone.close()
+
+
+def test_where_they_meet_is_private_and_what_a_killed_one_left_is_removed(
+    tmp_path: Path,
+) -> None:
+    nobody = 2**22 + 1  # above the highest process id
+    (tmp_path / f"foveal-frontends-{nobody}-abc").mkdir()
+    (tmp_path / f"foveal-frontends-{os.getpid()}-abc").mkdir()
+    with meeting_place(tmp_path) as place:
+        assert place.stat().st_mode & 0o777 == 0o700
+        (place / "0.sock").touch()
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {f"foveal-frontends-{os.getpid()}-abc", place.name}
+    assert not place.exists()

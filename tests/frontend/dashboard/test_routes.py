@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,10 +13,12 @@ import pytest
 from fastapi import FastAPI
 from PIL import Image
 
+from frontend.dashboard import routes
 from frontend.dashboard.routes import ASSETS, HERE, MOST_AT_A_TIME, Answers, dashboard_routes
 from frontend.dashboard.state import FrontendState
 from frontend.dashboard.thumbnails import thumbnail
 from frontend.siblings import Siblings
+from tests.fakes import eventually
 from tests.frontend.dashboard.pages import FakeState, a_frontend
 
 pytestmark = pytest.mark.anyio
@@ -92,3 +95,31 @@ async def test_few_may_ask_at_a_time() -> None:
 def test_what_is_no_picture_has_no_thumbnail() -> None:
     assert thumbnail(b"GIF89a nonsense") is None
     assert thumbnail(a_picture()) is not None
+
+
+async def test_few_pictures_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, now, most = threading.Lock(), 0, 0
+    go_on = threading.Event()
+
+    def slowly(encoded: bytes) -> bytes | None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        go_on.wait(20)
+        with lock:
+            now -= 1
+        return thumbnail(encoded)
+
+    monkeypatch.setattr(routes, "thumbnail", slowly)
+    state = FakeState()
+    state.pictures = {(1, 0): a_picture()}
+    async with client_of(state, Siblings(None)) as http:
+        asked = [
+            asyncio.create_task(http.get("/v1/dashboard/pictures/0/1/0")) for _ in range(6)
+        ]
+        await eventually(lambda: now == routes.DECODED_AT_A_TIME)
+        go_on.set()
+        answers = await asyncio.gather(*asked)
+    assert {answer.status_code for answer in answers} == {200}
+    assert most == routes.DECODED_AT_A_TIME
