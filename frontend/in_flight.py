@@ -45,6 +45,8 @@ from transfer.messages import (
 
 logger = logging.getLogger(__name__)
 
+OUR_FAULT = "there was an error in this server"
+
 
 class InFlight:
     """Sends requests to workers, and to others when those are lost."""
@@ -250,9 +252,9 @@ class InFlight:
                 continue
             try:
                 self._move(sent)
-            except Exception as error:  # whatever it is, the others must go on
+            except Exception:  # whatever it is, the others must go on
                 logger.exception("request %r was not moved", sent.request.request_id)
-                self._give_up(sent, repr(error))
+                self._give_up(sent, OUR_FAULT)
 
     def _move(self, sent: SentRequest) -> None:
         """Have a request that lost its worker go on elsewhere, or end."""
@@ -296,9 +298,9 @@ class InFlight:
             return self._take(sent, output)
         except CannotResume as reason:
             self._give_up(sent, str(reason))
-        except Exception as error:  # whatever it is, the others must go on
+        except Exception:  # whatever it is, the others must go on
             logger.exception("an output of request %r cannot be used", output.request_id)
-            self._give_up(sent, repr(error))
+            self._give_up(sent, OUR_FAULT)
         return None
 
     def _take(self, sent: SentRequest, output: EngineCoreOutput) -> EngineCoreOutput | None:
@@ -376,9 +378,9 @@ class InFlight:
             return
         try:
             self._resend(sent)
-        except Exception as error:  # whatever it is, its client must be told
+        except Exception:  # whatever it is, its client must be told
             logger.exception("request %r was not moved", request_id)
-            self._give_up(sent, repr(error))
+            self._give_up(sent, OUR_FAULT)
 
     def _fail(self, sent: SentRequest, why: str) -> None:
         """End a request whose worker is lost."""

@@ -32,6 +32,7 @@ from transfer.messages import (
     Hello,
     LoadReport,
     Message,
+    Outputs,
     Ping,
     Pulling,
     Ready,
@@ -227,7 +228,8 @@ class WorkerPool:
                 self._lose(worker, f"sends what cannot be read ({error})")
             except Exception as error:  # whatever it is, this worker must be heard again
                 logger.exception("what worker %s sends cannot be used", worker.name)
-                self._lose(worker, f"sends what cannot be used ({error!r})")
+                if isinstance(message, Outputs):  # tokens are missing now
+                    self._lose(worker, f"sends what cannot be used ({error!r})")
 
     def _hear(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
         match message:
@@ -327,10 +329,8 @@ class WorkerPool:
                     self._events.on_report(worker, news)
                 else:
                     self._events.on_delta(worker, news)
-            except Exception as error:  # whatever it is, it is started over with
+            except Exception:  # whatever it is: a delta that is missing is noticed
                 logger.exception("news of worker %s cannot be used", worker.name)
-                self._lose(worker, f"publishes what cannot be used ({error!r})")
-                return
 
     def _spare(self, worker: Worker, seconds: float) -> None:
         """Send nothing new to a worker that is going to leave."""

@@ -138,7 +138,7 @@ def _drain_timeout(
     environ: Mapping[str, str],
 ) -> float:
     default = settings.model_fields["drain_timeout"].default
-    stated = options.get("drain-timeout") or environ.get("FOVEAL_DRAIN_TIMEOUT") or default
+    stated = options.get("drain-timeout", environ.get("FOVEAL_DRAIN_TIMEOUT", default))
     try:
         return float(str(stated))
     except ValueError:  # the process will say so

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from frontend.router.router import Router
 from frontend.worker_pool import GREETINGS, WATCH_SECONDS
 from tests.fakes import FakeWorker, eventually, make_facts, make_request, within
 from tests.frontend.fleets import Fleet
-from transfer.messages import PROTOCOL_VERSION, Bye, Outputs, Refused
+from transfer.messages import PROTOCOL_VERSION, Bye, LoadReport, Outputs, Refused
 from transfer.process import process_start_time, wants_to_run
 from transfer.registry import Registry
 
@@ -319,3 +320,25 @@ async def test_greetings_that_nobody_reads_do_not_pile_up(registry: Registry) ->
         late.start()
         await fleet.until_ready("late")
         await late.stop()
+
+
+class Stumbling(Router):
+    """A router that stumbles over what workers publish."""
+
+    def on_report(self, worker: str, report: LoadReport) -> bool:
+        if not self.mode:
+            raise RuntimeError("stumbled")
+        return super().on_report(worker, report)
+
+
+async def test_news_that_cannot_be_used_do_not_end_the_listening(registry: Registry) -> None:
+    async with Fleet(registry) as fleet:
+        worker = await fleet.start()
+        router = fleet.client.router
+        router.__class__, mode, router.mode = Stumbling, router.mode, ""
+        worker.kv_publisher.publish(worker.load.report())
+        worker.hold([b"digest"])
+        await eventually(lambda: router.plane.deltas)
+        router.mode = mode
+        assert list(fleet.pool.ready_workers()) == ["worker-1"]
+        assert len(fleet.pool.workers[0].tasks) >= 2
