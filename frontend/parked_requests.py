@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from vllm.v1.engine import EngineCoreRequest
 
-PARK_SECONDS = 90.0
+PARK_SECONDS = 330.0
 """A worker that cannot reach its frontend drops its requests within 10 s, and its engine
-is past them, or taken for dead, within another 60 s (workers.frontends, workers.outbox)."""
+is past them, or taken for dead, within another 300 s (workers.frontends, workers.outbox)."""
 
 
 class ParkedRequests:

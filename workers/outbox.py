@@ -22,12 +22,17 @@ from workers.frontends import Frontends
 
 logger = logging.getLogger(__name__)
 
-RELEASE_SECONDS = 60.0
-"""An engine that has not answered for this long is taken for dead."""
+RELEASE_SECONDS = 300.0
+"""An engine that has not answered for this long is taken for dead. No shorter than vLLM
+lets a step take: an abort in the middle of a long one must not cost the other requests
+their worker."""
 
 STUCK_SECONDS = 300.0
 """So is one that has requests, and has said nothing for this long and still does not when
 it is asked. Longer than any step: a long prompt takes minutes on a processor."""
+
+ASKED_SECONDS = 60.0
+"""How long it may take to answer then."""
 
 
 class Outbox:
@@ -145,16 +150,17 @@ class Outbox:
             await asyncio.sleep(STUCK_SECONDS)
             if self._frontends.num_requests and self._steps == steps:
                 logger.warning("the engine has said nothing for %.0f s", STUCK_SECONDS)
-                await self.engine_is_past()
+                await self.engine_is_past(ASKED_SECONDS)
 
-    async def engine_is_past(self) -> None:
-        """Return when the steps under way have ended.
+    async def engine_is_past(self, seconds: float | None = None) -> None:
+        """Return when the steps under way have ended, within ``RELEASE_SECONDS``, or
+        within ``seconds``.
 
         Raises:
             EngineDeadError: it does not answer in time.
         """
         try:
-            async with asyncio.timeout(RELEASE_SECONDS):
+            async with asyncio.timeout(RELEASE_SECONDS if seconds is None else seconds):
                 await self._engine.collective_rpc_async("synchronize_device")
         except TimeoutError:
             raise EngineDeadError() from None

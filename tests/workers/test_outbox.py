@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from vllm import envs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
+from frontend.parked_requests import PARK_SECONDS
 from tests.fakes import FakeWorker, make_request, within
 from tests.workers.lines import Line
 from transfer.messages import (
@@ -24,6 +26,8 @@ from transfer.messages import (
     encode_payload,
 )
 from transfer.registry import Registry
+from workers import outbox
+from workers.frontends import SILENT_SECONDS
 
 pytestmark = pytest.mark.anyio
 
@@ -181,7 +185,7 @@ async def test_an_engine_that_is_stuck_over_requests_is_taken_for_dead(
     worker: FakeWorker, lines: list[Line], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.outbox.STUCK_SECONDS", 0.01)
-    monkeypatch.setattr("workers.outbox.RELEASE_SECONDS", 0.01)
+    monkeypatch.setattr("workers.outbox.ASKED_SECONDS", 0.01)
     worker.engine.step_over.clear()
     watching = asyncio.ensure_future(worker.outbox.watch_engine())
     with pytest.raises(TimeoutError):
@@ -215,3 +219,9 @@ async def test_requests_that_a_frontend_has_had_given_up_are_told_so(
         )
     )
     assert (await lines[0].hear_output()).finish_reason is FinishReason.ABORT
+
+
+def test_an_abort_waits_as_long_as_vllm_lets_a_step_take() -> None:
+    assert outbox.RELEASE_SECONDS >= envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+    # What a lost worker may be reading stays until it has given up.
+    assert SILENT_SECONDS + outbox.RELEASE_SECONDS < PARK_SECONDS
