@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -61,6 +62,8 @@ _HANDSHAKES = (
 )
 
 _UNPROTECTED = Access()
+
+_monitors = itertools.count()
 
 _MAPPED_IPV4 = re.compile(r"^tcp://\[::ffff:([0-9.]+)\]:")
 """How a socket that speaks IPv6 too names an IPv4 address."""
@@ -140,7 +143,9 @@ class FrontendLink(_Socket):
         self._again: asyncio.TimerHandle | None = None
         self._socket.setsockopt(zmq.ROUTING_ID, frontend.encode())
         # Watched from before it connects: a refusal is told once.
-        name = f"inproc://events-{id(self)}"
+        # A name that was never used: libzmq lets go of one some time after its socket is
+        # closed, and what has an id() now may not be the first.
+        name = f"inproc://events-{next(_monitors)}"
         self._socket.monitor(name, zmq.EVENT_DISCONNECTED | _HANDSHAKES)
         self._monitor: zmq.Socket[bytes] = zmq.Socket(context, zmq.PAIR)
         self._monitor.connect(name)
@@ -198,8 +203,6 @@ class FrontendLink(_Socket):
         super().close()
 
     def _stop_monitor(self) -> None:
-        # Before the socket is closed: libzmq's own thread would do it then, and when this
-        # end of the monitor goes at the same time the context may never end.
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from tests.fakes import eventually, make_item, make_request, within
+from transfer.errors import TransferError
 from transfer.link import FrontendLink, KvPublisher, KvSubscriber, WorkerLink
 from transfer.messages import (
     AbortRequests,
@@ -282,3 +283,15 @@ async def test_whoever_listens_gets_what_its_callback_raised(
     with pytest.raises(KeyError, match="frontend-1"):
         await within(worker.listen(on_message))
     assert heard == [Ping()]
+
+
+async def test_lines_that_are_made_anew_again_and_again_do_not_meet_each_other(
+    ends: Ends, sockets: Path
+) -> None:
+    """libzmq is not done with the last one when the next, in the same place, is made."""
+    context = zmq.Context()
+    for _ in range(300):
+        with pytest.raises(TransferError):
+            FrontendLink(context, "f", "nonsense")
+        FrontendLink(context, "f", f"ipc://{sockets}/nobody").close()
+    await within(asyncio.to_thread(context.term))
