@@ -325,20 +325,21 @@ async def test_greetings_that_nobody_reads_do_not_pile_up(registry: Registry) ->
 class Stumbling(Router):
     """A router that stumbles over what workers publish."""
 
+    stumbled = 0
+
     def on_report(self, worker: str, report: LoadReport) -> bool:
-        if not self.mode:
-            raise RuntimeError("stumbled")
-        return super().on_report(worker, report)
+        self.stumbled += 1
+        raise RuntimeError("stumbled")
 
 
 async def test_news_that_cannot_be_used_do_not_end_the_listening(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
         router = fleet.client.router
-        router.__class__, mode, router.mode = Stumbling, router.mode, ""
+        router.__class__ = Stumbling
+        assert isinstance(router, Stumbling)
         worker.kv_publisher.publish(worker.load.report())
+        await eventually(lambda: router.stumbled)  # then it is listened to
         worker.hold([b"digest"])
         await eventually(lambda: router.plane.deltas)
-        router.mode = mode
         assert list(fleet.pool.ready_workers()) == ["worker-1"]
-        assert len(fleet.pool.workers[0].tasks) >= 2

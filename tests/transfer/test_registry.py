@@ -136,6 +136,7 @@ async def test_a_watcher_hears_of_arrivals_and_departures(registry: Registry) ->
             pass
 
 
+@pytest.mark.anyio
 async def test_a_directory_that_is_not_there_is_looked_for_again(registry: Registry) -> None:
     registry.path.rmdir()
     async with aclosing(registry.watch()) as changes:

@@ -119,8 +119,12 @@ async def test_nobody_there_is_one_sentence_without_the_password() -> None:
 @pytest.mark.parametrize("text", ["{}", "[]", "null", "7", '{"kvs": [{"key": 1}]}', "<html>"])
 async def test_what_is_no_etcd_is_said_to_be_none(text: str) -> None:
     """A proxy in front of it, say. Whoever keeps trying must not end over it."""
+
+    async def reply(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
     app = web.Application()
-    app.router.add_post("/{rest:.*}", lambda _: _reply(text))
+    app.router.add_post("/{rest:.*}", reply)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -140,6 +144,3 @@ async def test_what_is_no_etcd_is_said_to_be_none(text: str) -> None:
         await client.close()
         await runner.cleanup()
 
-
-async def _reply(text: str) -> web.Response:
-    return web.Response(text=text)
