@@ -168,20 +168,25 @@ class WorkerPool:
             asleep = time.monotonic()
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
-            overslept = now - asleep - WATCH_SECONDS
+            due = now - beat >= HEARTBEAT_SECONDS
+            beat = now if due else beat
             for worker in self.workers:
                 # While we could not listen nobody was silent.
-                worker.last_heard += overslept
-                if worker.epoch and worker.is_silent(now):
-                    self._lose(worker, "does not answer")
+                worker.last_heard += now - asleep - WATCH_SECONDS
+                try:
+                    self._watch(worker, now, due)
+                except Exception:  # whatever it is, the others are to be watched
+                    logger.exception("worker %s cannot be watched", worker.name)
             self._remove_unlisted()
-            if now - beat >= HEARTBEAT_SECONDS:
-                beat = now
-                for worker in self.workers:
-                    if worker.epoch:
-                        worker.link.send(Ping())
-                    else:  # also if it was refused: another may have taken its address
-                        self._greet(worker)
+
+    def _watch(self, worker: Worker, now: float, due: bool) -> None:
+        """See whether a worker is silent, and speak to it if that is ``due``."""
+        if worker.epoch and worker.is_silent(now):
+            self._lose(worker, "does not answer")
+        if due and worker.epoch:
+            worker.link.send(Ping())
+        elif due:  # also if it was refused: another may have taken its address
+            self._greet(worker)
 
     def _add(self, address: str, record: WorkerRecord | None) -> None:
         link = FrontendLink(self._context, self._hello.frontend, address, self._access)
@@ -200,10 +205,11 @@ class WorkerPool:
     def _greet(self, worker: Worker) -> None:
         worker.greetings += 1
         if worker.greetings % GREETINGS == 0:
+            name = self._hello.frontend
+            link = FrontendLink(self._context, name, worker.address, self._access)
             worker.link.close()
             worker.tasks.pop(0).cancel()
-            name = self._hello.frontend
-            self._use(worker, FrontendLink(self._context, name, worker.address, self._access))
+            self._use(worker, link)
         worker.link.send(self._hello)
 
     def _remove(self, worker: Worker) -> None:

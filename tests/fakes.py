@@ -397,6 +397,9 @@ class FakeWorker:
         self.kv_publisher.close()
         self._context.term()
         for name in self.frontends.names():
+            frontend = self.frontends.get(name)
+            if frontend is not None and frontend.view is not None:
+                frontend.view.close()  # as the end of a process would
             self.frontends.disconnect(name)
         self.engine.close()
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from configs.deployment.options import Value, flags_of
-from configs.deployment.schema import ROUTER_PREFIX, Deployment, Router, Workers
-from configs.schema import FrontendConfig, WorkerConfig
+from configs.deployment.schema import ROUTER_PREFIX, Deployment, Frontend, Router, Workers
+from configs.schema import DiscoverySettings, FrontendConfig, WorkerConfig
 
 FRONTEND = [sys.executable, "-m", "frontend"]
 WORKER = [sys.executable, "-m", "workers"]
@@ -123,17 +123,18 @@ def logging_environment(deployment: Deployment) -> dict[str, str]:
 def drain_seconds(deployment: Deployment, environ: Mapping[str, str]) -> float:
     """How long a process may take to finish what it has when it is told to end: of all
     that the deployment starts, the longest."""
+    groups: list[tuple[type[DiscoverySettings], Frontend | Workers]] = [
+        (FrontendConfig, deployment.frontend), *((WorkerConfig, g) for g in deployment.workers)
+    ]
+    everywhere = {**environ, **deployment.environment}
     return max(
-        _drain_timeout(settings, options, {**environ, **deployment.environment, **own})
-        for settings, options, own in (
-            (FrontendConfig, deployment.frontend.options, deployment.frontend.environment),
-            *((WorkerConfig, g.options, g.environment) for g in deployment.workers),
-        )
+        _drain_timeout(settings, group.options, {**everywhere, **group.environment})
+        for settings, group in groups
     )
 
 
 def _drain_timeout(
-    settings: type[FrontendConfig] | type[WorkerConfig],
+    settings: type[DiscoverySettings],
     options: Mapping[str, Value],
     environ: Mapping[str, str],
 ) -> float:

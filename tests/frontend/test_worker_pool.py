@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from frontend.router.router import Router
+from frontend.worker import Worker
 from frontend.worker_pool import GREETINGS, WATCH_SECONDS
 from tests.fakes import FakeWorker, eventually, make_facts, make_request, within
 from tests.frontend.fleets import Fleet
@@ -343,3 +344,27 @@ async def test_news_that_cannot_be_used_do_not_end_the_listening(registry: Regis
         worker.hold([b"digest"])
         await eventually(lambda: router.plane.deltas)
         assert list(fleet.pool.ready_workers()) == ["worker-1"]
+
+
+class Failing(Router):
+    """A router that cannot let go of one worker."""
+
+    def drop_worker(self, worker: str) -> list[str]:
+        if worker == "worker-1":
+            raise RuntimeError("stumbled")
+        return super().drop_worker(worker)
+
+
+async def test_workers_are_watched_whatever_became_of_another(registry: Registry) -> None:
+    async with Fleet(registry) as fleet:
+        workers = {name: await fleet.start(name) for name in ("worker-1", "worker-2")}
+        fleet.client.router.__class__ = Failing
+        seen = {worker.name: worker for worker in fleet.pool.workers}
+
+        async def is_found_again(worker: Worker) -> None:
+            worker.record, worker.last_heard = None, time.monotonic() - 1000.0
+            await eventually(lambda: worker.last_heard > time.monotonic() - 100.0)
+            await fleet.until_ready(worker.name)
+
+        for name in workers:
+            await is_found_again(seen[name])
