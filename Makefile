@@ -13,7 +13,8 @@ SOURCES := configs frontend transfer workers tests benchmarks
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install serve test unit matrix check clean docs-flags system-packages
+.PHONY: help install serve test unit matrix newcomer check clean docs-flags
+.PHONY: system-packages
 .PHONY: bench-embed bench-path bench-preprocess bench-replay bench-router bench-serve
 .PHONY: bench-transfer chaos soak
 
@@ -34,6 +35,9 @@ unit: $(INSTALLED) ## The tests that start no engine
 matrix: $(INSTALLED) ## Every model family with every kind of media; writes docs/models.md
 	$(BIN)/python -m pytest tests/e2e/test_model_families.py $(PYTEST_ARGS)
 	$(BIN)/python -m tests.families.report
+
+newcomer: $(INSTALLED) ## Follow the docs to the letter in a fresh clone: every command
+	$(BIN)/python -m tests.docs.newcomer
 
 check: $(INSTALLED) ## Style, types, Dockerfile and shell script
 	$(BIN)/ruff check $(wildcard $(SOURCES))

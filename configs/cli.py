@@ -24,7 +24,7 @@ LOCAL_URL = "http://127.0.0.1:8000"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0, 1 for a failure, 2 for bad input."""
-    given = _parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
     try:
         if given.command == "up":
             return _up(given)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="foveal", description="Serves a vision-language model on several vLLM workers."
     )

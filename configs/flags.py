@@ -12,6 +12,8 @@ from typing import Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from configs.complaints import complaint_of
+
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -60,9 +62,8 @@ def read_settings(
     except ValidationError as error:
         problem = error.errors()[0]
         name = str(problem["loc"][0])
-        reason = problem["msg"][0].lower() + problem["msg"][1:]
         raise BadSetting(
-            f"{sources.get(name, flag_of(name))}={values.get(name)}: {reason}"
+            f"{sources.get(name, flag_of(name))}={values.get(name)}: {complaint_of(problem)}"
         ) from error
 
 

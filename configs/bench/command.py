@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from rich.progress import (
 from configs.bench.figures import figures_of, figures_table
 from configs.bench.load import Answer, NoServer, first_model, send_load
 from configs.bench.workload import Workload
+from configs.deployment.fleet import with_scheme
 
 
 def add_bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,21 +32,21 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="name of the model (default: the server's first)")
     parser.add_argument("--api-key", default="", help="key of the API, if it asks for one")
     parser.add_argument(
-        "--concurrency", type=_count, default=8, help="requests under way at once (8)"
+        "--concurrency", type=_at_least(1), default=8, help="requests under way at once (8)"
     )
-    for name, text in (
-        ("requests", "requests in all"),
-        ("pictures", "pictures in each; 0: text only"),
-        ("pool", "different pictures there are; 0: none is shown twice"),
-        ("width", "of a picture, in pixels"),
-        ("height", "of a picture, in pixels"),
-        ("words", "words of text in each"),
-        ("max-tokens", "tokens of each answer"),
-        ("seed", "the same seed asks the same"),
+    for name, least, text in (
+        ("requests", 1, "requests in all"),
+        ("pictures", 0, "pictures in each; 0: text only"),
+        ("pool", 0, "different pictures there are; 0: none is shown twice"),
+        ("width", 1, "of a picture, in pixels"),
+        ("height", 1, "of a picture, in pixels"),
+        ("words", 0, "words of text in each"),
+        ("max-tokens", 1, "tokens of each answer"),
+        ("seed", 0, "the same seed asks the same"),
     ):
         default = getattr(defaults, name.replace("-", "_"))
         parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} ({default})"
+            f"--{name}", type=_at_least(least), default=default, help=f"{text} ({default})"
         )
     parser.add_argument(
         "--timeout", type=float, default=300.0, help="seconds for one answer (300)"
@@ -53,16 +56,16 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(arguments: argparse.Namespace, console: Console) -> int:
     """Run the load; the exit status is 1 where nothing, or not everything, was answered."""
-    url = arguments.url.rstrip("/")
+    url = with_scheme(arguments.url).rstrip("/")
     try:
         model = arguments.model or asyncio.run(first_model(url, arguments.api_key))
     except NoServer as error:
-        console.print(f"foveal bench: {error}", markup=False)
+        print(f"foveal bench: {error}", file=sys.stderr)
         return 1
     workload = Workload(
         model=model,
         **{
-            name: max(0, getattr(arguments, name))
+            name: getattr(arguments, name)
             for name in (
                 "requests", "pictures", "pool", "width", "height", "words", "max_tokens",
                 "seed",
@@ -106,8 +109,10 @@ def _write(path: Path, figures: dict[str, Any]) -> None:
     path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"a whole number is needed, at least {least}")
+        return int(text)
+
+    return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -48,8 +49,20 @@ async def first_model(url: str, api_key: str) -> str:
         ):
             response.raise_for_status()
             return str((await response.json())["data"][0]["id"])
-    except (aiohttp.ClientError, OSError, TimeoutError, KeyError, LookupError) as error:
-        raise NoServer(f"no server with a model answers at {url}: {error}") from error
+    except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+        raise NoServer(f"no server with a model answers at {url}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientResponseError):
+        hint = ": give the key with --api-key" if error.status in (401, 403) else ""
+        return f"{error.status} {error.message}{hint}"
+    if isinstance(error, aiohttp.InvalidURL):
+        return "that is no address"
+    if isinstance(error, OSError) and error.strerror:
+        # aiohttp puts the address into it once more.
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+    return str(error) or "no answer within 10 s"
 
 
 async def send_load(

@@ -32,6 +32,7 @@ def fetch_fleet(url: str, api_key: str = "") -> dict[str, Any]:
     Raises:
         NoFleet: nobody answers there, or not with a fleet.
     """
+    url = with_scheme(url)
     try:
         fleet = json.loads(_get(f"{url.rstrip('/')}/v1/fleet", api_key))
     except urllib.error.HTTPError as error:
@@ -39,12 +40,18 @@ def fetch_fleet(url: str, api_key: str = "") -> dict[str, Any]:
         raise NoFleet(f"{url} answers {error.code} {error.reason}{hint}") from error
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
+        reason = getattr(reason, "strerror", None) or reason
         raise NoFleet(f"no frontend answers at {url}: {reason}") from error
     except ValueError as error:
         raise NoFleet(f"{url} is not the address of a frontend: {error}") from error
     if not isinstance(fleet, dict) or not isinstance(fleet.get("workers"), list):
         raise NoFleet(f"what answers at {url} is not a frontend of Foveal")
     return fleet
+
+
+def with_scheme(url: str) -> str:
+    """``host:port``, as people write it, is an address as well."""
+    return url if "://" in url else f"http://{url}"
 
 
 def look_at(url: str, api_key: str = "") -> FleetState:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 
+from configs.complaints import complaint_of
 from configs.flags import flag_of
 
 Value = str | int | float | bool | list[str | int | float] | dict[str, Any]
@@ -58,7 +59,7 @@ def _misfit(settings: type[BaseModel], name: str, value: Value) -> str:
         annotation: Any = Annotated[field.annotation, field]
         TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
-        return error.errors()[0]["msg"]
+        return complaint_of(error.errors()[0])
     except PydanticUserError:
         pass
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -24,10 +25,12 @@ def check_port(host: str, port: int) -> str:
             probe.bind(address)
     except OSError as error:
         other = 8010 if port != 8010 else 8020
-        return (
-            f"cannot listen on {host} port {port}: {error.strerror}; take another port, as "
-            f"in `foveal up --port {other}` or `make serve PORT={other}`"
+        remedy = (
+            f"take another port, as in `foveal up --port {other}` or `make serve PORT={other}`"
+            if error.errno in (errno.EADDRINUSE, errno.EACCES)
+            else "`--host` is an address of this host, 0.0.0.0 for all of them"
         )
+        return f"cannot listen on {host} port {port}: {error.strerror}; {remedy}"
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from configs.complaints import complaint_of
 from configs.deployment.options import problems_of
 from configs.deployment.positions import BadYaml, Document, dotted, read_yaml
 from configs.deployment.schema import Deployment
@@ -30,6 +31,7 @@ STATED_AT_THE_TOP = {
         if name.startswith("router_")
     },
 }
+OPTION_VALUES = "text, a number, true, false, a list or keys with values is needed"
 OF_THE_FRONTEND = {"host": "`http.host`", "port": "`http.port`"}
 
 
@@ -76,10 +78,7 @@ def read_deployment(path: Path, overrides: Sequence[str] = ()) -> DeploymentFile
     try:
         deployment = Deployment.model_validate(document.values)
     except ValidationError as error:
-        found = [
-            (tuple(problem["loc"]), _reason(problem, document.values))
-            for problem in error.errors()
-        ]
+        found = list(_misfits(error, document))
     else:
         found = list(_disagreements(deployment))
         if not found:
@@ -158,10 +157,26 @@ def _flags(*settings: type[BaseModel]) -> set[str]:
     return {name.replace("_", "-") for each in settings for name in each.model_fields}
 
 
-def _reason(problem: Any, values: dict[str, Any]) -> str:
-    text = str(problem["msg"])
+def _misfits(
+    error: ValidationError, document: Document
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """One problem for each key: of a value that may be of several kinds, pydantic tells why
+    it is none of them, kind by kind."""
+    found: dict[tuple[str | int, ...], list[Any]] = {}
+    for problem in error.errors():
+        path = tuple(problem["loc"])
+        key = path
+        if "options" in path[:-2] or path[:1] == ("engine",):
+            key = _known(path, document)
+        found.setdefault(key, []).append(problem)
+    for key, problems in found.items():
+        several = len(problems) > 1 and problems[0].get("input", "") is not None
+        yield key, OPTION_VALUES if several else _reason(problems[0])
+
+
+def _reason(problem: Any) -> str:
     if problem["type"] != "extra_forbidden":
-        return text[0].lower() + text[1:]
+        return complaint_of(problem)
     *around, name = problem["loc"]
     near = difflib.get_close_matches(str(name), _keys_at(around), 1)
     return "there is no such key" + (f"; is it {near[0]}?" if near else "")
@@ -194,6 +209,9 @@ def _where(
         if (key := dotted(path[:length])) in overrides:
             return f"--set {key}: "
     known = _known(path, document)
+    deeper = dotted(path) + "."
+    if tuple(path) not in document.lines and any(k.startswith(deeper) for k in overrides):
+        return f"--set {dotted(path)}: "
     missing = tuple(path[:-1]) == known[: len(path) - 1] and known != tuple(path)
     shown = dotted(path if missing else known)
     return f"{file}:{document.line_of(known)}: {shown}: "

@@ -53,4 +53,7 @@ def test_host_and_port_are_short_for_two_keys(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_load_on_nobody_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "http://127.0.0.1:1"]) == 1
-    assert "foveal bench: no server with a model answers" in capsys.readouterr().out
+    assert capsys.readouterr().err == (
+        "foveal bench: no server with a model answers at http://127.0.0.1:1: "
+        "Connection refused\n"
+    )

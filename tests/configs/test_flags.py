@@ -73,10 +73,10 @@ def test_a_flag_may_be_repeated_or_take_several_values() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environ", "start"),
     [
-        (["--router-mode", "fastest"], {}, "--router-mode=fastest: input should be"),
-        (["--http-port", "x"], {}, "--http-port=x: input should be a valid integer"),
-        (["--mm-arena-gb", "-1"], {}, "--mm-arena-gb=-1: input should be greater"),
-        ([], {"DYN_HTTP_PORT": "0"}, "environment variable DYN_HTTP_PORT=0: input should be"),
+        (["--router-mode", "fastest"], {}, "--router-mode=fastest: 'kv', "),
+        (["--http-port", "x"], {}, "--http-port=x: a whole number is needed"),
+        (["--mm-arena-gb", "-1"], {}, "--mm-arena-gb=-1: must be at least 0"),
+        ([], {"DYN_HTTP_PORT": "0"}, "environment variable DYN_HTTP_PORT=0: must be"),
         ([], {"DYN_CHAT_PROCESSOR": "rust"}, "environment variable DYN_CHAT_PROCESSOR=rust: "),
         (
             [],

@@ -25,7 +25,8 @@ async def serving(chat: Handler) -> AsyncIterator[str]:
 
     app = web.Application()
     app.add_routes([web.post("/v1/chat/completions", chat), web.get("/v1/models", models)])
-    runner = web.AppRunner(app)
+    # A handler that never answers would hold up the end for a minute.
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -31,5 +31,5 @@ def test_flags_of_vllm_are_left_to_vllm() -> None:
 def test_settings_of_ours_are_checked() -> None:
     found = problems_of({"port": 70000, "host": "h", "--port": 1}, WorkerConfig, {})
     assert found == {
-        "port": "Input should be less than or equal to 65535", "--port": "write it port"
+        "port": "must be at most 65535", "--port": "write it port"
     }

@@ -22,9 +22,16 @@ def test_a_port_that_is_free_and_one_that_is_not() -> None:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         taken.listen()
-        assert "Address already in use" in check_port("127.0.0.1", port)
+        said = check_port("127.0.0.1", port)
+    assert "Address already in use; take another port" in said
     assert check_port("127.0.0.1", port) == ""
-    assert "cannot listen on no.such.host.invalid" in check_port("no.such.host.invalid", 1)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
+def test_an_address_of_another_host_is_no_matter_of_ports(host: str) -> None:
+    said = check_port(host, 8000)
+    assert said.startswith(f"cannot listen on {host} port 8000: ")
+    assert said.endswith("; `--host` is an address of this host, 0.0.0.0 for all of them")
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,15 @@ router: {mode: kvv}
 transfer: pigeon
 """
     found = problems(tmp_path, text)
-    assert found[0] == "1: model: field required"
+    assert found[0] == "1: model: must be given"
     assert found[1].startswith("1: namespace: string should match pattern")
     assert found[2:] == [
         "2: htp: there is no such key; is it http?",
-        "4: http.port: input should be less than or equal to 65535",
-        "6: workers.0.count: input should be greater than or equal to 1",
+        "4: http.port: must be at most 65535",
+        "6: workers.0.count: must be at least 1",
         "7: workers.0.option: there is no such key; is it options?",
-        "8: router.mode: input should be 'kv', 'round-robin', 'random' or 'least-loaded'",
-        "9: transfer: input should be 'auto', 'shm', 'nixl' or 'inline'",
+        "8: router.mode: 'kv', 'round-robin', 'random' or 'least-loaded' is needed",
+        "9: transfer: 'auto', 'shm', 'nixl' or 'inline' is needed",
     ]
 
 
@@ -72,13 +72,13 @@ transfer: pigeon
         ("frontend:\n  options: {port: 3}", "3: frontend.options.port: state it as "
          "`http.port`"),
         ("frontend:\n  options: {mm-arena-gb: -1}", "3: frontend.options.mm-arena-gb: "
-         "Input should be greater than or equal to 0"),
+         "must be at least 0"),
         ("frontend:\n  options: {mm_arena_gb: 1}", "3: frontend.options.mm_arena_gb: "
          "write it mm-arena-gb"),
         ("frontend:\n  options: {mm-transfer-timeout: 1}",
          "3: frontend.options.mm-transfer-timeout: is an option of workers"),
         ("workers:\n- options: {engine: foo}",
-         "3: workers.0.options.engine: Input should be 'vllm' or 'mock'"),
+         "3: workers.0.options.engine: 'vllm' or 'mock' is needed"),
         ("workers:\n- options: {mm-arena-gb: 1}",
          "3: workers.0.options.mm-arena-gb: is an option of the frontend"),
         ("workers:\n- options: {model: x}",
@@ -105,6 +105,30 @@ def test_what_does_not_go_together_is_refused(
     assert problems(tmp_path, f"model: m\n{text}\n") == [complaint]
 
 
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("http: {port: x}", "2: http.port: a whole number is needed"),
+        ("http: 8000", "2: http: keys with values are needed"),
+        ("http:", "2: http: has no value"),
+        ("router: {temperature: hot}", "2: router.temperature: a number is needed"),
+        ("security: {insecure: maybe}", "2: security.insecure: true or false is needed"),
+        ("workers: {count: 2}", "2: workers: a list is needed"),
+        ("workers: []", "2: workers: must not be empty"),
+        ("workers: [{options: {port: }}]", "2: workers.0.options.port: has no value"),
+        ("engine: {day: 2020-01-01}", "2: engine.day: text, a number, true, false, a list "
+         "or keys with values is needed"),
+        ("environment: {A: [1]}", "2: environment.A: text is needed"),
+        ("start-timeout: 0", "2: start-timeout: must be more than 0"),
+        ("namespace:\n  - a", "2: namespace: text is needed"),
+    ],
+)
+def test_a_value_of_another_kind_is_one_plain_sentence(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    assert problems(tmp_path, f"model: m\n{text}\n") == [complaint]
+
+
 def test_a_value_can_be_changed_from_outside(tmp_path: Path) -> None:
     text = "model: m\nworkers:\n- count: 1\n"
     deployment = read(
@@ -120,11 +144,11 @@ def test_a_value_can_be_changed_from_outside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "override, complaint",
     [
-        ("workers.0.count=0", "--set workers.0.count: input should be greater than or "
-         "equal to 1"),
+        ("workers.0.count=0", "--set workers.0.count: must be at least 1"),
         ("model", "--set model: write KEY=VALUE, as in workers.0.count=2"),
         ("workers.7.count=1", "--set workers.7.count=1: there is no such place in the file"),
         ("nothing=1", "--set nothing: there is no such key"),
+        ("a.b.c=1", "--set a: there is no such key"),
     ],
 )
 def test_a_change_that_is_wrong_is_named_as_such(
