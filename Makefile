@@ -90,7 +90,7 @@ $(INSTALLED): pyproject.toml $(REQUIREMENTS)/constraints.txt $(REQUIREMENTS)/ove
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Python 3.11 or newer is needed, but $(PYTHON) is not: make PYTHON=/path/to/python3.11" >&2; \
 	  exit 1; }
-	@test -x $(BIN)/python || { echo "Making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
+	@test -x $(BIN)/pip || { echo "Making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing uv ..."
 	@$(BIN)/python -m pip install --quiet --constraint $(REQUIREMENTS)/constraints.txt uv
 	@echo "Installing vLLM and friends into $(VENV) (about 6 GB, a minute or two) ..."

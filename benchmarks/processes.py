@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from benchmarks.client import BadAnswer, Client
 from configs.demo.checkpoint import write_checkpoint
@@ -162,24 +161,6 @@ def free_ports(count: int) -> Sequence[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
-
-
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP unwind like Ctrl-C, so that everything is stopped."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {
-        number: signal.signal(number, interrupt)
-        for number in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end(child: Child) -> str:

@@ -5,31 +5,25 @@ while workers and frontends are killed, told to end, paused, cut off and started
 Every request is accounted for. docs/reliability.md says what may happen to one.
 """
 
-import argparse
 import asyncio
-import os
 import sys
-import traceback
+
+from benchmarks.metrics import Metric
+from benchmarks.runner import Section, parser_of, prepare_for_vllm, run
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("chaos", __doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="both phases together")
     parser.add_argument("--mock-only", action="store_true", help="leave real engines out")
     parser.add_argument("--real-only", action="store_true", help="leave mock engines out")
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    prepare_for_vllm(quiet=False)
 
-    # Read by vLLM when it is imported, here and in the processes started from here.
-    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
-
-    from benchmarks import machine
     from benchmarks.chaos.phase import Plan, run_phase
-    from benchmarks.chaos.report import GOALS, PhaseResult, metrics, table
-    from benchmarks.metrics import unmeasured
-    from benchmarks.processes import ended_by_sigterm
+    from benchmarks.chaos.report import GOALS, metrics, table
 
     seconds = options.minutes * 60
     both = not (options.mock_only or options.real_only)
@@ -44,24 +38,13 @@ def main() -> int:
     )
     plans = [] if options.real_only else [mock]
     plans += [] if options.mock_only else [real]
-    print(machine.describe())
-    results: list[PhaseResult] = []
-    try:
-        with ended_by_sigterm():
-            for plan in plans:
-                results.append(asyncio.run(run_phase(plan)))
-    except KeyboardInterrupt:
-        return 130
-    except Exception as error:
-        traceback.print_exc()
-        for metric in unmeasured(GOALS, f"{type(error).__name__}: {error}"):
-            print(metric.line())
-        return 1
-    print(table(results))
-    print()
-    for metric in metrics(results):
-        print(metric.line())
-    return 0
+
+    def measure() -> list[Metric]:
+        results = [asyncio.run(run_phase(plan)) for plan in plans]
+        print(table(results))
+        return metrics(results)
+
+    return run([Section("chaos", GOALS, measure)])
 
 
 if __name__ == "__main__":

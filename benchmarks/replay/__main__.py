@@ -4,16 +4,15 @@ Replays traces with the frontend's own routing code in front of mock engines, an
 kv with round-robin, random, least-loaded, and with an oracle that knows every cache.
 """
 
-import argparse
-import os
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.runner import ended_by_sigterm, parser_of, prepare_for_vllm
+
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = parser_of("replay", __doc__)
     parser.add_argument("--workers", type=int, default=64, help="Engines (default: 64).")
     parser.add_argument("--seed", type=int, default=1, help="Of traces and of chance.")
     parser.add_argument(
@@ -31,13 +30,10 @@ def main() -> int:
     )
     options = parser.parse_args()
 
-    # Read by vLLM when it is imported, here and in the processes started from here.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    prepare_for_vllm()
 
     from benchmarks import machine
     from benchmarks.metrics import CannotMeasure
-    from benchmarks.processes import ended_by_sigterm
     from benchmarks.replay.plots import draw
     from benchmarks.replay.results import metrics_of, table, worst_over_least_loaded
     from benchmarks.replay.run import compare_all

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from benchmarks.metrics import CannotMeasure
+from benchmarks import plotting
 from benchmarks.replay.results import Figures
 
 COLOURS = {
@@ -24,14 +23,7 @@ def draw(traces: Mapping[str, Mapping[str, Figures]], directory: Path) -> list[P
     Raises:
         CannotMeasure: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise CannotMeasure(
-            "plots need matplotlib: install the extra `bench` of this project"
-        ) from None
-    matplotlib.use("agg")
-    directory.mkdir(parents=True, exist_ok=True)
+    plotting.prepare(directory)
     return [
         _hit_ratios(traces, directory / "replay-hit-ratio.png"),
         _ttft_percentiles(traces, directory / "replay-ttft.png"),
@@ -59,7 +51,7 @@ def _spread(traces: Mapping[str, Mapping[str, Figures]], path: Path) -> Path:
 def _bars(
     values: Mapping[str, Mapping[str, float]], title: str, unit: str, path: Path
 ) -> Path:
-    figure, axes = _axes(1, (9.0, 3.6))
+    figure, axes = plotting.axes_in_a_row(1, (9.0, 3.6))
     policies = list(next(iter(values.values())))
     width = 0.8 / len(policies)
     for place, policy in enumerate(policies):
@@ -70,11 +62,11 @@ def _bars(
     axes[0].set_title(title)
     axes[0].set_ylabel(unit)
     axes[0].legend(ncols=len(policies), fontsize="small", loc="lower right", framealpha=0.9)
-    return _saved(figure, path)
+    return plotting.saved(figure, path)
 
 
 def _ttft_percentiles(traces: Mapping[str, Mapping[str, Figures]], path: Path) -> Path:
-    figure, axes = _axes(len(traces), (2.6 * len(traces), 3.6))
+    figure, axes = plotting.axes_in_a_row(len(traces), (2.6 * len(traces), 3.6))
     for place, (trace, figures) in enumerate(traces.items()):
         for policy, f in figures.items():
             names = [f"p{percent}" for percent in f.ttft]
@@ -86,11 +78,11 @@ def _ttft_percentiles(traces: Mapping[str, Mapping[str, Figures]], path: Path) -
         axes[place].set_title(trace)
     axes[0].set_ylabel("time to first token, ms")
     axes[0].legend(fontsize="small")
-    return _saved(figure, path)
+    return plotting.saved(figure, path)
 
 
 def _ttft_distributions(traces: Mapping[str, Mapping[str, Figures]], path: Path) -> Path:
-    figure, axes = _axes(len(traces), (2.6 * len(traces), 3.6))
+    figure, axes = plotting.axes_in_a_row(len(traces), (2.6 * len(traces), 3.6))
     for place, (trace, figures) in enumerate(traces.items()):
         for policy, f in figures.items():
             shares = [(n + 1) / len(f.ttfts) for n in range(len(f.ttfts))]
@@ -103,23 +95,4 @@ def _ttft_distributions(traces: Mapping[str, Mapping[str, Figures]], path: Path)
         axes[place].set_xlabel("ms to first token")
     axes[0].set_ylabel("share of requests")
     axes[0].legend(fontsize="small")
-    return _saved(figure, path)
-
-
-def _axes(count: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, count, figsize=size, squeeze=False)
-    for each in axes[0]:
-        each.grid(alpha=0.3)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes[0]
-
-
-def _saved(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    return plotting.saved(figure, path)

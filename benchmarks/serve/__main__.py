@@ -6,24 +6,24 @@ A ratio above 1 is in our favour, of requests per second and of time to first to
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from pathlib import Path
 
+from benchmarks.runner import ended_by_sigterm, parser_of
+
 
 def main(arguments: list[str]) -> int:
     from benchmarks import machine
     from benchmarks.metrics import CannotMeasure
-    from benchmarks.processes import ended_by_sigterm
     from benchmarks.serve.compare import Comparison, Plan
     from benchmarks.serve.plots import draw
     from benchmarks.serve.results import metrics_of, raw, table
     from benchmarks.serve.systems import SYSTEMS
     from benchmarks.serve.workloads import WORKLOADS
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__)
+    parser = parser_of("serve", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.metrics import CannotMeasure
+from benchmarks import plotting
 from benchmarks.serve.results import Figures, Rounds
 
 COLOURS = {
@@ -22,14 +22,7 @@ def draw(rounds: Rounds, titles: Mapping[str, str], directory: Path) -> list[Pat
     Raises:
         CannotMeasure: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise CannotMeasure(
-            "plots need matplotlib: install the extra `bench` of this project"
-        ) from None
-    matplotlib.use("agg")
-    directory.mkdir(parents=True, exist_ok=True)
+    plotting.prepare(directory)
     return [
         _bars(rounds, titles, "Requests per second (more is better)",
               lambda f: f.requests_per_second, directory / "serve-throughput.png"),
@@ -45,10 +38,8 @@ def _bars(
     value: Callable[[Figures], float],
     path: Path,
 ) -> Path:
-    from matplotlib import pyplot
-
     workloads = list(dict.fromkeys(name for runs in rounds.values() for name in runs))
-    figure, axes = pyplot.subplots(figsize=(9, 4))
+    figure, (axes,) = plotting.axes_in_a_row(1, (9.0, 4.0))
     width = 0.8 / max(1, len(rounds))
     for place, (system, runs) in enumerate(rounds.items()):
         at = [n + place * width for n, name in enumerate(workloads) if name in runs]
@@ -64,9 +55,5 @@ def _bars(
                  color=COLOURS[system], capsize=2)
     axes.set_xticks([n + 0.4 - width / 2 for n in range(len(workloads))], workloads)
     axes.set_title(title, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    return plotting.saved(figure, path)

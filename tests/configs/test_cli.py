@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,7 +21,22 @@ DEMO = str(ROOT / "configs" / "demo-cpu.yaml")
 def test_it_is_installed_under_its_name() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["foveal"].partition(":")
-    assert getattr(importlib.import_module(module), name) is cli.main
+    assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_ctrl_c_ends_it_without_a_word_from_the_first_moment(tmp_path: Path) -> None:
+    """Importing is when most of the first second goes by."""
+    slow = tmp_path / "yaml.py"
+    slow.write_text("print('importing', flush=True)\nimport time\ntime.sleep(600)\n")
+    command = subprocess.Popen(
+        [sys.executable, "-m", "configs", "up", DEMO], cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )
+    assert command.stdout is not None and command.stdout.readline() == "importing\n"
+    command.send_signal(signal.SIGINT)
+    said, _ = command.communicate(timeout=30)
+    assert said == "" and command.returncode == -signal.SIGINT
 
 
 def test_a_file_that_is_right_is_summed_up(

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,6 +25,11 @@ from tests.docs.pages import ROOT
 PLACEHOLDERS = {"FILE": "configs/demo-cpu.yaml", "N": "2", "M": "model", "NAME": "photos"}
 """What stands for something that the reader has to put there."""
 MADE_BY_MAKE = re.compile(r"(?:exec )?\.venv/bin/(python -m \S+.*|foveal .*)")
+
+
+NOT_OURS = ("python -m pip", "python -m pytest")
+READ_FLAGS = ("configs", "frontend", "workers")
+WITHOUT_FLAGS = ("configs.reference", "tests.docs.newcomer", "tests.families.report")
 
 
 class BadCommand(Exception):
@@ -39,7 +45,7 @@ def check(arguments: Sequence[str]) -> None:
     Raises:
         BadCommand: it could not be run as it stands.
     """
-    program, *rest = (PLACEHOLDERS.get(word, word).strip("[]") for word in arguments)
+    program, *rest = (PLACEHOLDERS.get(word, word) for word in map(_given, arguments))
     if program == "make":
         _check_make(rest)
     elif program == "foveal":
@@ -54,6 +60,11 @@ def check(arguments: Sequence[str]) -> None:
         raise BadCommand(f"nobody knows how to check {program}")
 
 
+def _given(word: str) -> str:
+    """``[URL]`` may be left out, but is given here."""
+    return word[1:-1] if word.startswith("[") and word.endswith("]") else word
+
+
 def _check_make(rest: Sequence[str]) -> None:
     done = subprocess.run(
         ["make", "--dry-run", "--always-make", "--no-print-directory", *rest],
@@ -64,7 +75,7 @@ def _check_make(rest: Sequence[str]) -> None:
     for line in done.stdout.splitlines():
         made = MADE_BY_MAKE.fullmatch(line)
         # `--always-make` shows the installation, too, which no argument can spoil.
-        if made is not None and not made[1].startswith(("python -m pip", "python -m pytest")):
+        if made is not None and not made[1].startswith(NOT_OURS):
             check(shlex.split(made[1].partition(">")[0]))
 
 
@@ -73,15 +84,16 @@ def _check_module(module: str, flags: Sequence[str]) -> None:
         ROOT / module.replace(".", "/") / "__main__.py"
     ).exists():
         raise BadCommand(f"there is no module {module}")
-    parsers: dict[str, Callable[[], object]] = {
-        "frontend": lambda: _frontend(flags), "workers": lambda: _workers(flags)
-    }
+    if module in WITHOUT_FLAGS:
+        if flags:
+            raise BadCommand(f"{module} takes no flags")
+        return
+    if not module.startswith(("benchmarks.", "transfer.")) and module not in READ_FLAGS:
+        raise BadCommand(f"nobody knows whether {module} begins by reading its flags")
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            parsers.get(module, lambda: _run_until_parsed(module, flags))()
-    except _Parsed as parsed:
-        given: argparse.Namespace = parsed.args[0]
+            given = PARSERS.get(module, partial(_run_until_parsed, module))(flags)
         if module == "configs" and given.command in ("up", "check"):
             read_deployment(ROOT / given.file)
     except SystemExit as end:
@@ -90,19 +102,25 @@ def _check_module(module: str, flags: Sequence[str]) -> None:
         raise BadCommand(f"{module}: {error}") from error
 
 
-def _frontend(flags: Sequence[str]) -> None:
+def _frontend(flags: Sequence[str]) -> argparse.Namespace:
     from frontend.command_line import parse
 
-    parse(flags)
+    return parse(flags)[1]
 
 
-def _workers(flags: Sequence[str]) -> None:
+def _workers(flags: Sequence[str]) -> argparse.Namespace:
     from workers.engine_args import parse
 
-    parse(flags)
+    return parse(flags)[1]
 
 
-def _run_until_parsed(module: str, flags: Sequence[str]) -> None:
+PARSERS: dict[str, Callable[[Sequence[str]], argparse.Namespace]] = {
+    "frontend": _frontend, "workers": _workers
+}
+"""Of programs that do something before they read their flags."""
+
+
+def _run_until_parsed(module: str, flags: Sequence[str]) -> argparse.Namespace:
     read = argparse.ArgumentParser.parse_args
 
     def parse_and_stop(self: argparse.ArgumentParser, *args: object, **kwargs: object) -> None:
@@ -112,7 +130,12 @@ def _run_until_parsed(module: str, flags: Sequence[str]) -> None:
         patch.object(sys, "argv", [module, *flags]),
         patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
     ):
-        runpy.run_module(module, run_name="__main__", alter_sys=False)
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except _Parsed as parsed:
+            given: argparse.Namespace = parsed.args[0]
+            return given
+    raise BadCommand(f"{module} does not read its flags")
 
 
 def _check_extras(rest: Sequence[str]) -> None:

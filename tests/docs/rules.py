@@ -52,7 +52,8 @@ RULES = (
     Rule("python -m benchmarks.replay", "run"),
     Rule("python -m benchmarks.replay --workers", "checked", LONG),
     Rule("python -m benchmarks.replay --plots", "checked", LONG),
-    Rule("python -m dynamo", "foreign", "NVIDIA Dynamo's"),
+    Rule("python -m dynamo.frontend", "foreign", "NVIDIA Dynamo's"),
+    Rule("python -m dynamo.vllm", "foreign", "NVIDIA Dynamo's"),
 )
 
 

@@ -8,9 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from configs import cli
 from configs.flags import flag_of
@@ -41,6 +38,10 @@ def text_of(page: Path) -> str:
 @cache
 def flags() -> frozenset[str]:
     """Of frontend and workers, vLLM's included; of the commands and benchmarks."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
     ours = {*FrontendConfig.model_fields, *WorkerConfig.model_fields}
     found = {flag_of(name) for name in ours}
     serve, engine = FlexibleArgumentParser(), FlexibleArgumentParser()

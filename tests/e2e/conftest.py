@@ -15,6 +15,7 @@ from tests.e2e.answers import answer_of
 from tests.e2e.cases import CASES, Case
 from tests.e2e.fleet import ROOT, Deployment, Frontend, Server
 from tests.e2e.processes import Process
+from tests.etcd_server import EtcdServer, require_etcd
 
 TRAP = Path(__file__).parent / "processor_trap"
 
@@ -131,6 +132,17 @@ def expected(vllm: Server) -> Callable[[Case], Any]:
         return answer_of(vllm.ask(case.path, case.body))
 
     return lambda case: answer_to(case.name)
+
+
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
+    require_etcd()
+    server = EtcdServer(tmp_path)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.end()
 
 
 @pytest.fixture(scope="module")

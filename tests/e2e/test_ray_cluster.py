@@ -17,11 +17,12 @@ import pytest
 
 from configs.schema import WorkerConfig
 from tests.e2e.processes import free_port, wait_until
-from tests.e2e.test_deployments import READY_SECONDS, Up, ask, mocked
-from tests.etcd_server import EtcdServer, require_etcd
+from tests.e2e.up import READY_SECONDS, Up, ask, mocked
+from tests.etcd_server import EtcdServer
 from tests.ray_cluster import RayCluster, is_alive, require_ray
 
 require_ray()
+
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[RayCluster]:
@@ -31,17 +32,6 @@ def cluster(tmp_path: Path) -> Iterator[RayCluster]:
         yield cluster
     finally:
         cluster.end()
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    require_etcd()
-    server = EtcdServer(tmp_path)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.end()
 
 
 def placements(up: Up) -> list[tuple[str, int, str]]:
