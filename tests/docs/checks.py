@@ -25,10 +25,9 @@ from tests.docs.pages import ROOT
 PLACEHOLDERS = {"FILE": "configs/demo-cpu.yaml", "N": "2", "M": "model", "NAME": "photos"}
 """What stands for something that the reader has to put there."""
 MADE_BY_MAKE = re.compile(r"(?:exec )?\.venv/bin/(python -m \S+.*|foveal .*)")
-
-
 NOT_OURS = ("python -m pip", "python -m pytest")
 READ_FLAGS = ("configs", "frontend", "workers")
+"""Besides benchmarks and what makes keys: these read their flags before they do anything."""
 WITHOUT_FLAGS = ("configs.reference", "tests.docs.newcomer", "tests.families.report")
 
 
@@ -58,6 +57,20 @@ def check(arguments: Sequence[str]) -> None:
         _check_module(rest[1], rest[2:])
     else:
         raise BadCommand(f"nobody knows how to check {program}")
+
+
+def check_mention(arguments: Sequence[str]) -> None:
+    """As ``check``, of what a sentence calls by its name, perhaps without what it needs.
+
+    Raises:
+        BadCommand: there is no such command, or no such flag.
+    """
+    bare = 2 if arguments[0] == "foveal" else 3
+    named_only = arguments[0] != "make" and len(arguments) == bare
+    module = arguments[2] if named_only and bare == 3 else ""
+    if named_only and module not in WITHOUT_FLAGS:
+        arguments = [*arguments, "--help"]
+    check(arguments)
 
 
 def _given(word: str) -> str:
@@ -92,11 +105,13 @@ def _check_module(module: str, flags: Sequence[str]) -> None:
         raise BadCommand(f"nobody knows whether {module} begins by reading its flags")
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             given = PARSERS.get(module, partial(_run_until_parsed, module))(flags)
         if module == "configs" and given.command in ("up", "check"):
             read_deployment(ROOT / given.file)
     except SystemExit as end:
+        if end.code in (0, None):  # --help
+            return
         raise BadCommand(f"{module}: {said.getvalue().strip() or end}") from end
     except ValueError as error:
         raise BadCommand(f"{module}: {error}") from error

@@ -17,7 +17,7 @@ from tests.docs.pages import ROOT, pages, shown
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?:\.\.\.)?")
 VARIABLE = re.compile(r"\b(?:FOVEAL|DYN|DYNAMO)_[A-Z_]+\b")
-METRIC = re.compile(r"\bfoveal_[a-z_]+\b(?!\.)")
+METRIC = re.compile(r"\bfoveal_[a-z_]+\b(?![.-])")
 FILE = re.compile(
     r"`((?:benchmarks|configs|docs|frontend|tests|transfer|workers|\.ci)/[\w./*-]*)(?:::\w+)?`"
 )
