@@ -10,6 +10,7 @@ import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
+from workers import engine_polling
 from workers.engine_polling import NappingCondition, nap_instead_of_polling
 
 WAITED_S = 0.4
@@ -38,9 +39,14 @@ class Queue:
         return time.thread_time() - before
 
 
+@pytest.fixture(autouse=True)
+def vllms_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what a worker class that was made in this process has set."""
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", engine_polling._SpinCondition)
+
+
 @pytest.fixture
-def napping(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
-    monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
+def napping(vllms_condition: None) -> Iterator[Queue]:
     nap_instead_of_polling()
     queue = Queue()
     assert isinstance(queue.reader._spin_condition, NappingCondition)
