@@ -81,6 +81,7 @@ def test_without_any_encode_worker_images_are_encoded_in_place(fleet: EncodeFlee
     assert new.headers["x-foveal-embeddings"] == "0/1"
     for cache in ("prefix", "encoder"):
         frontend.http.post(f"/reset_{cache}_cache").raise_for_status()
+    wait_until(lambda: frontend.shared_embeddings() == 0, 10.0, "news of the reset")
     again = frontend.ask(CHAT, question(1))
     assert again.headers["x-foveal-embeddings"] == "0/1"
     assert differences(answer_of(again), answer_of(helped)) == []
