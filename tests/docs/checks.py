@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -144,7 +145,10 @@ def _run_until_parsed(module: str, flags: Sequence[str]) -> argparse.Namespace:
     with (
         patch.object(sys, "argv", [module, *flags]),
         patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
+        warnings.catch_warnings(),
     ):
+        # Another test may have imported the module, which runpy warns of.
+        warnings.simplefilter("ignore", RuntimeWarning)
         try:
             runpy.run_module(module, run_name="__main__")
         except _Parsed as parsed:
