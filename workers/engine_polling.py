@@ -3,7 +3,7 @@
 vLLM's engine and model runner pass messages through shared memory, and each keeps asking
 for the next one until a second has passed without any. A GPU leaves the processor idle, so
 polling costs nothing there and answers sooner. On CPUs the polling process takes the core
-that the other one computes on: with two engines on two cores half of the machine polls.
+that the other one computes on.
 
 vLLM names relied on: distributed.device_communicators.shm_broadcast.SpinCondition with
 last_read, busy_loop_s and wait(timeout_ms); MessageQueue makes one, by that name, for each
