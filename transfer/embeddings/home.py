@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -84,9 +85,12 @@ def _join(path: Path) -> int:
     deadline = time.monotonic() + JOIN_SECONDS
     while True:
         with suppress(BlockingIOError, FileNotFoundError):
-            path.mkdir(mode=0o700, exist_ok=True)
+            # Not Path.mkdir(exist_ok=True): it fails when the directory goes meanwhile.
+            with suppress(FileExistsError):
+                os.mkdir(path, 0o700)
             status = path.lstat()
-            if status.st_uid != os.getuid() or status.st_mode & 0o777 != 0o700:
+            private = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o777 == 0o700
+            if status.st_uid != os.getuid() or not private:
                 raise ArenaGone(f"{path} is not a directory of this user's with mode 0700")
             fd = os.open(path / ALIVE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
