@@ -270,9 +270,9 @@ class RoutedEngineClient(AdminCalls):
         self.fail_calls(worker.name)
         self.requests.on_lost(worker)
 
-    def on_gone(self, worker: Worker) -> None:
-        self.requests.parked.release(worker.name)
-        self._metrics.worker_gone(worker.name)
+    def on_gone(self, name: str) -> None:
+        self.requests.parked.release(name)
+        self._metrics.worker_gone(name)
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
         if worker.encodes:

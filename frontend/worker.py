@@ -30,7 +30,7 @@ class PoolEvents(Protocol):
     def on_lost(self, worker: Worker) -> None:
         """Called when a worker cannot be reached any more; it may still be running."""
 
-    def on_gone(self, worker: Worker) -> None:
+    def on_gone(self, name: str) -> None:
         """Called when it is not: its process has ended, or it has withdrawn."""
 
     def on_message(

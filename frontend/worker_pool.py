@@ -50,6 +50,8 @@ GREETINGS = 30
 queued in it, and must not pile up while a worker is away."""
 WATCH_SECONDS = 0.25
 """How often that is looked at: a worker is missed within 3 seconds."""
+LAST_WORDS_SECONDS = 0.1
+"""How long after the end of a worker's process what it sent may still come in."""
 
 _UNPROTECTED = Access()
 
@@ -198,7 +200,7 @@ class WorkerPool:
     def _use(self, worker: Worker, link: FrontendLink) -> None:
         """Speak and listen to a worker over ``link``."""
         worker.link = link
-        link.watch_breaks(lambda: self._lose(worker, "was disconnected"))
+        link.watch_breaks(lambda: self._lose_heard(worker, "was disconnected"))
         listening = asyncio.create_task(self._listen(worker), name=f"from {worker.address}")
         worker.tasks.insert(0, listening)
 
@@ -214,7 +216,7 @@ class WorkerPool:
 
     def _remove(self, worker: Worker) -> None:
         self._lose(worker, "has left")
-        self._events.on_gone(worker)
+        self._events.on_gone(worker.name)
         del self._workers[worker.address]
         if worker.process is not None:
             worker.process.close()
@@ -228,16 +230,21 @@ class WorkerPool:
             message, payload = await worker.link.receive()
             worker.last_heard = time.monotonic()
             worker.greetings = 0
-            try:
-                self._hear(worker, message, payload)
-            except BadMessage as error:
-                self._lose(worker, f"sends what cannot be read ({error})")
-            except Exception as error:  # whatever it is, this worker must be heard again
-                logger.exception("what worker %s sends cannot be used", worker.name)
-                if isinstance(message, Outputs):  # tokens are missing now
-                    self._lose(worker, f"sends what cannot be used ({error!r})")
+            self._hear(worker, message, payload)
 
     def _hear(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
+        try:
+            self._use_message(worker, message, payload)
+        except BadMessage as error:
+            self._lose(worker, f"sends what cannot be read ({error})")
+        except Exception as error:  # whatever it is, this worker must be heard again
+            logger.exception("what worker %s sends cannot be used", worker.name)
+            if isinstance(message, Outputs):  # tokens are missing now
+                self._lose(worker, f"sends what cannot be used ({error!r})")
+
+    def _use_message(
+        self, worker: Worker, message: Message, payload: Sequence[Frame]
+    ) -> None:
         match message:
             case Ready():
                 self._admit(worker, message)
@@ -319,13 +326,22 @@ class WorkerPool:
             return
 
         def ended() -> None:
-            self._lose(worker, "has died")
-            self._events.on_gone(worker)
-            self._registry.withdraw(record.worker)
+            self._spawn(self._bury(worker, record.worker), "end of a worker")
 
         if worker.process is not None:
             worker.process.close()
         worker.process = watch_process(record.pid, record.start_time, ended)
+
+    async def _bury(self, worker: Worker, announced: str) -> None:
+        """Lose a worker whose process has ended, once what it still said has come in."""
+        name, epoch = worker.name, worker.epoch
+        worker.ready = False
+        self._note_readiness()
+        await asyncio.sleep(LAST_WORDS_SECONDS)
+        if worker.epoch == epoch:  # else it is lost, or another has taken its place
+            self._lose_heard(worker, "has died")
+        self._events.on_gone(name)
+        self._registry.withdraw(announced)
 
     async def _hear_news(self, worker: Worker, kv: KvSubscriber) -> None:
         while True:
@@ -342,8 +358,13 @@ class WorkerPool:
         """Send nothing new to a worker that is going to leave."""
         logger.info("worker %s drains, for at most %.0f s", worker.name, seconds)
         worker.draining = True
-        if not self.ready_workers():
-            self._some_ready.clear()
+        self._note_readiness()
+
+    def _lose_heard(self, worker: Worker, why: str) -> None:
+        """Lose a worker, but use what it has said before: it may be whole answers."""
+        for message, payload in worker.link.last_words():
+            self._hear(worker, message, payload)
+        self._lose(worker, why)
 
     def _lose(self, worker: Worker, why: str) -> None:
         if not worker.epoch:
@@ -357,10 +378,14 @@ class WorkerPool:
         for task in worker.tasks[1:]:
             task.cancel()
         del worker.tasks[1:]
-        if not self.ready_workers():
-            self._some_ready.clear()
+        self._note_readiness()
         self._nixl.on_lost(worker)
         self._events.on_lost(worker)
+
+    def _note_readiness(self) -> None:
+        """Have new requests wait when there is nobody to go to."""
+        if not self.ready_workers():
+            self._some_ready.clear()
 
     def _mismatch(self, facts: WorkerFacts) -> str:
         """Why a worker with these facts cannot serve here; empty when it can."""

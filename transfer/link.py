@@ -216,6 +216,18 @@ class FrontendLink(_Socket):
             except BadMessage as error:
                 self._count_bad(self.address, error)
 
+    def last_words(self) -> list[tuple[Message, Sequence[Frame]]]:
+        """All that has come and was not received yet: for a peer that is gone."""
+        if self._reader is not None:
+            self._reader.read_all()
+        words = []
+        while not self._received.empty():
+            try:
+                words.append(decode(self._received.get_nowait()))
+            except BadMessage as error:
+                self._count_bad(self.address, error)
+        return words
+
 
 class WorkerLink(_Socket):
     """A worker's end of the lines to all its frontends."""

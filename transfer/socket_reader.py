@@ -53,6 +53,15 @@ class SocketReader:
             self._closed = True
             self._loop.remove_reader(self._descriptor)
 
+    def read_all(self) -> None:
+        """Pass on what is there now, whoever else waits for a turn."""
+        while not self._closed:
+            try:
+                frames = self._receive()
+            except (zmq.Again, zmq.ContextTerminated):
+                return
+            self._on_message(frames)
+
     def _receive(self) -> list[Frame]:
         if self._copy:
             return [*self._socket.recv_multipart(zmq.NOBLOCK)]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from frontend.router.router import Router
 from frontend.worker import Worker
@@ -19,6 +20,7 @@ from tests.frontend.fleets import Fleet
 from transfer.messages import PROTOCOL_VERSION, Bye, LoadReport, Outputs, Refused
 from transfer.process import process_start_time, wants_to_run
 from transfer.registry import Registry
+from transfer.socket_reader import MESSAGES_AT_ONCE
 
 pytestmark = pytest.mark.anyio
 
@@ -97,6 +99,39 @@ async def test_the_end_of_a_workers_process_is_noticed_at_once(
         other_process.kill()
         await fleet.until_gone("worker-1")
         await eventually(lambda: not registry.records())
+
+
+@pytest.mark.parametrize("notice", ["connection", "process"])
+async def test_what_a_worker_said_before_its_end_is_used(
+    registry: Registry, other_process: subprocess.Popen[bytes], notice: str
+) -> None:
+    """Also by a frontend that was too busy to listen until then."""
+    start_time = process_start_time(other_process.pid)
+    assert start_time is not None
+    tokens = 3 * MESSAGES_AT_ONCE
+    async with Fleet(registry) as fleet:
+        worker = await fleet.start(process=(other_process.pid, start_time))
+        worker.engine.stalled = True
+        await fleet.client.add_request_async(make_request("r", max_tokens=tokens))
+        await within(worker.engine.added.get())
+        await eventually(lambda: worker.frontends.owner("r"))
+        for number in range(tokens):
+            last = number == tokens - 1
+            output = EngineCoreOutput(
+                "r", [number], finish_reason=FinishReason.LENGTH if last else None
+            )
+            worker.outbox.deliver(EngineCoreOutputs(outputs=[output]))
+        if notice == "connection":
+            worker.link.close()
+        else:
+            other_process.kill()
+        other_process.poll()
+        time.sleep(0.3)  # the loop of the frontend stands still
+        answer = await fleet.answer("r")
+        assert [t for o in answer for t in o.new_token_ids] == list(range(tokens))
+        await eventually(lambda: not fleet.pool.ready_workers())
+        assert fleet.count("requests_moved") == 0
+        assert fleet.at_rest()
 
 
 async def test_a_silent_worker_is_missed_within_three_seconds_unless_it_is_starved(
