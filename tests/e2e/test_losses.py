@@ -45,6 +45,12 @@ class LossFleet:
     def replace(self, worker: Process) -> None:
         """Put a new worker where one has ended, and wait until it is used."""
         self.workers[self.workers.index(worker)] = self.start_worker()
+        self.await_all()
+
+    def await_all(self) -> None:
+        """Put a new worker wherever one has ended, and wait until all are used."""
+        for ended in [w for w in self.workers if w.exit_status is not None]:
+            self.workers[self.workers.index(ended)] = self.start_worker()
         wait_until(lambda: self.frontend.has_workers(WORKERS), 120.0, "another worker")
 
     def worker_named(self, name: str) -> Process:
@@ -57,11 +63,20 @@ class LossFleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LossFleet]:
+def shared_fleet(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LossFleet]:
     fleet = LossFleet(checkpoint, tmp_path_factory.mktemp("loss-logs"))
     yield fleet
     print(fleet.deployment.last_lines(15))  # shown when something has failed
     fleet.deployment.end()
+
+
+@pytest.fixture
+def fleet(shared_fleet: LossFleet) -> LossFleet:
+    """Whole again, should a test before this one have failed halfway."""
+    shared_fleet.await_all()
+    return shared_fleet
 
 
 def question(number: int, **options: Any) -> dict[str, Any]:
