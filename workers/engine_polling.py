@@ -1,46 +1,105 @@
-"""Engine processes that wait for each other instead of polling.
+"""Engine processes that give way to others instead of polling.
 
 vLLM's engine and model runner pass messages through shared memory, and each keeps asking
 for the next one until a second has passed without any. A GPU leaves the processor idle, so
-polling costs nothing there and answers sooner. On CPUs the polling process takes the core
-that the other one computes on.
+polling costs nothing there and answers sooner. On CPUs the polling process may take the
+core that another one computes on. So it polls as long as there are processors for all who
+want one, and sleeps until the writer's notice when there are not.
 
 vLLM names relied on: distributed.device_communicators.shm_broadcast.SpinCondition with
-last_read, busy_loop_s and wait(timeout_ms); MessageQueue makes one, by that name, for each
-queue that it reads.
+last_read, busy_loop_s, wait(timeout_ms), notify() and local_notify_socket; MessageQueue
+makes one, by that name, for each of its ends.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from resource import RUSAGE_THREAD, getrusage
+from typing import Any
 
+import zmq
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
 _SpinCondition = shm_broadcast.SpinCondition
 
-# The writer's socket drops the notice of a message that follows another one within about
-# a millisecond, so a notice may never come: look again after this long.
 LONGEST_NAP_MS = 2
+"""Should a notice be lost after all, the reader looks again after so long."""
+CROWDED_SECONDS = 0.1
+"""So long after others were seen to want processors nobody polls."""
+LOOK_SECONDS = 0.0005
+"""How often somebody who polls looks whether they do."""
 
 
 class NappingCondition(_SpinCondition):
-    """vLLM's condition, which sleeps where that one polls, until the writer's notice."""
+    """vLLM's condition, which sleeps where that one polls and others want the core."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._processors = Processors()
+        self._crowded_until = 0.0
+        self._look_again = 0.0
 
     def wait(self, timeout_ms: int | None = None) -> None:
-        polling_s = self.busy_loop_s
-        if time.monotonic() > self.last_read + polling_s:
+        now = time.monotonic()
+        if now > self.last_read + self.busy_loop_s:
             super().wait(timeout_ms)
             return
+        if now < self._crowded_until:
+            self._nap()
+            return
+        crowded = self._processors.give_way()  # as vLLM does
+        if now >= self._look_again:
+            self._look_again = now + LOOK_SECONDS
+            crowded |= self._processors.are_short()
+        if crowded:
+            self._crowded_until = now + CROWDED_SECONDS
+
+    def _nap(self) -> None:
+        polling_s = self.busy_loop_s
         self.busy_loop_s = -1.0  # vLLM sleeps at once
         try:
             super().wait(LONGEST_NAP_MS)
         finally:
             self.busy_loop_s = polling_s
 
+    def notify(self) -> None:
+        # libzmq learns only once in a millisecond or so what the other end has taken, and
+        # drops what the socket's limit of one message does not hold. Asking for its events
+        # makes it learn now.
+        self.local_notify_socket.getsockopt(zmq.EVENTS)
+        super().notify()
+
+
+class Processors:
+    """Whether there are enough processors for all threads of this host that want one."""
+
+    def __init__(self) -> None:
+        self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+        self._count = os.cpu_count() or 1
+
+    def __del__(self) -> None:
+        os.close(self._load)
+
+    def give_way(self) -> bool:
+        """Let others run on this core; tells whether somebody did.
+
+        A thread that goes on wanting to run is counted as switched involuntarily then.
+        """
+        before = getrusage(RUSAGE_THREAD).ru_nivcsw
+        os.sched_yield()
+        return getrusage(RUSAGE_THREAD).ru_nivcsw != before
+
+    def are_short(self) -> bool:
+        """Whether more threads are running or ready to, this one included, than there are
+        processors. The kernel seldom moves one that waits to a core that is polled on."""
+        load = os.pread(self._load, 64, 0)
+        return int(load.split()[3].partition(b"/")[0]) > self._count
+
 
 def nap_instead_of_polling() -> None:
-    """Make the message queues of this process, and of those it forks, sleep.
+    """Make the message queues of this process, and of those it forks, give way to others.
 
     Call it before the process makes its queues. Does nothing where the engine computes
     on something other than the CPU.

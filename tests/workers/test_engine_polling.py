@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
 from workers import engine_polling
-from workers.engine_polling import NappingCondition, nap_instead_of_polling
+from workers.engine_polling import (
+    CROWDED_SECONDS,
+    NappingCondition,
+    Processors,
+    nap_instead_of_polling,
+)
 
 WAITED_S = 0.4
 
@@ -46,15 +53,54 @@ def vllms_condition(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def napping(vllms_condition: None) -> Iterator[Queue]:
+def napping(vllms_condition: None, monkeypatch: pytest.MonkeyPatch) -> Queue:
+    """Where others always want the core."""
     nap_instead_of_polling()
     queue = Queue()
     assert isinstance(queue.reader._spin_condition, NappingCondition)
-    yield queue
+    monkeypatch.setattr(Processors, "give_way", lambda _: True)
+    return queue
 
 
 def test_a_reader_that_waits_leaves_the_core_to_others(napping: Queue) -> None:
     assert napping.cpu_of_waiting() < WAITED_S / 4
+
+
+def test_nobody_else_wants_the_core_so_it_is_polled_on(
+    napping: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Processors, "give_way", lambda _: False)
+    monkeypatch.setattr(Processors, "are_short", lambda _: False)
+    monkeypatch.setattr(NappingCondition, "_nap", pytest.fail)
+    with pytest.raises(TimeoutError):
+        napping.reader.dequeue(timeout=WAITED_S)
+
+
+def test_that_others_wait_for_a_processor_is_seen(
+    napping: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr(Processors, "give_way", lambda _: False)
+    monkeypatch.setattr(Processors, "are_short", lambda _: True)
+    monkeypatch.setattr(NappingCondition, "_nap", lambda _: naps.append(time.monotonic()))
+    with pytest.raises(TimeoutError):
+        napping.reader.dequeue(timeout=CROWDED_SECONDS)
+    assert naps
+
+
+@pytest.mark.parametrize("sign", ["give_way", "are_short"])
+def test_processors_are_short_when_all_are_busy(sign: str) -> None:
+    count = os.cpu_count() or 1
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        processors = Processors()
+        deadline = time.monotonic() + 30
+        while not getattr(processors, sign)():
+            assert time.monotonic() < deadline
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
 
 
 def test_vllm_would_poll() -> None:
@@ -77,11 +123,32 @@ def test_messages_arrive_in_order(napping: Queue) -> None:
 def test_a_message_without_notice_is_found(
     napping: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ZeroMQ drops the notice of a message that soon follows another one."""
+    """Should one be lost after all."""
     monkeypatch.setattr(napping.writer._spin_condition, "notify", lambda: None)
     napping.reader._spin_condition.record_read()
     napping.writer.enqueue("unannounced")
     assert napping.reader.dequeue(timeout=0.5) == "unannounced"
+
+
+def test_the_notice_of_a_message_that_soon_follows_another_comes_too(
+    napping: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_polling, "LONGEST_NAP_MS", 500)
+    began = time.monotonic()
+
+    def read() -> None:
+        for number in range(100):
+            assert napping.reader.dequeue(timeout=20) == number
+            answered.release()
+
+    answered = threading.Semaphore(0)
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(100):
+        napping.writer.enqueue(number)
+        assert answered.acquire(timeout=20)
+    reader.join()
+    assert time.monotonic() - began < 5
 
 
 def test_a_cancelled_wait_ends(napping: Queue) -> None:
