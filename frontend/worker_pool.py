@@ -227,7 +227,11 @@ class WorkerPool:
 
     async def _listen(self, worker: Worker) -> None:
         while True:
-            message, payload = await worker.link.receive()
+            try:
+                message, payload = await worker.link.receive()
+            except BadMessage as error:
+                self._lose(worker, f"sends what cannot be read ({error})")
+                continue
             worker.last_heard = time.monotonic()
             worker.greetings = 0
             self._hear(worker, message, payload)

@@ -9,7 +9,8 @@ there are keys, else open to this host only.
 
 Sending never waits: messages queue in ZeroMQ, in order, and a peer that does not read is
 found out by its missing heartbeats, not by a blocked sender. What arrives and does not
-decode is counted, logged and dropped; it cannot stop the reader.
+decode is counted, logged and dropped; it cannot stop the reader. Only a frontend is told,
+of what its worker sends: tokens would be missing.
 """
 
 from __future__ import annotations
@@ -210,22 +211,20 @@ class FrontendLink(_Socket):
         self._put(encode(message, payload))
 
     async def receive(self) -> tuple[Message, Sequence[Frame]]:
-        while True:
-            try:
-                return decode(await self._frames())
-            except BadMessage as error:
-                self._count_bad(self.address, error)
+        """
+        Raises:
+            BadMessage: what came cannot be read. It may have been tokens.
+        """
+        return decode(await self._frames())
 
     def last_words(self) -> list[tuple[Message, Sequence[Frame]]]:
-        """All that has come and was not received yet: for a peer that is gone."""
+        """All that has come and was not received yet, up to what cannot be read."""
         if self._reader is not None:
             self._reader.read_all()
         words = []
-        while not self._received.empty():
-            try:
+        with contextlib.suppress(BadMessage):
+            while not self._received.empty():
                 words.append(decode(self._received.get_nowait()))
-            except BadMessage as error:
-                self._count_bad(self.address, error)
         return words
 
 

@@ -52,7 +52,7 @@ function total(term, value, note) {
 }
 
 function showTotals(frontends, workers, requests) {
-  const ready = workers.filter((worker) => worker.ready).length;
+  const ready = workers.filter((worker) => worker.ready && !worker.draining).length;
   const inFlight = frontends.reduce((sum, each) => sum + each.requests, 0);
   const told = requests.filter((request) => request.cached_tokens !== null);
   const prompt = told.reduce((sum, request) => sum + request.prompt_tokens, 0);

@@ -24,6 +24,7 @@ export function joinWorkers(frontends) {
       for (const name of Object.keys(known.reuse)) known.reuse[name] += seen.reuse[name];
       if (seen.transfer) known.paths.add(seen.transfer);
       known.ready = known.ready && seen.ready;
+      known.draining = known.draining || seen.draining;
       known.refused = known.refused || seen.refused;
       known.kv_behind = Math.max(known.kv_behind, seen.kv_behind);
     }
@@ -34,6 +35,7 @@ export function joinWorkers(frontends) {
 function stateOf(worker) {
   if (worker.refused) return ["refused", "refused"];
   if (!worker.ready) return ["absent", "not ready"];
+  if (worker.draining) return ["absent", "leaving"];
   if (!worker.kv_caught_up) return ["behind", "index catching up"];
   return ["ready", worker.load.requests ? "busy" : "idle"];
 }

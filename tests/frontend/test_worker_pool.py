@@ -17,7 +17,15 @@ from frontend.worker import Worker
 from frontend.worker_pool import GREETINGS, WATCH_SECONDS
 from tests.fakes import FakeWorker, eventually, make_facts, make_request, within
 from tests.frontend.fleets import Fleet
-from transfer.messages import PROTOCOL_VERSION, Bye, LoadReport, Outputs, Refused
+from transfer.messages import (
+    PROTOCOL_VERSION,
+    Bye,
+    Frame,
+    LoadReport,
+    Outputs,
+    Refused,
+    encode,
+)
 from transfer.process import process_start_time, wants_to_run
 from transfer.registry import Registry
 from transfer.socket_reader import MESSAGES_AT_ONCE
@@ -303,15 +311,16 @@ async def test_a_refused_worker_is_taken_once_it_comes_back_as_it_should_be(
         await right.stop()
 
 
+@pytest.mark.parametrize("frames", [[*encode(Outputs(), [b"\xc1"])], [b"\xc1"]])
 async def test_a_worker_that_sends_nonsense_is_lost_and_greeted_again(
-    registry: Registry,
+    registry: Registry, frames: list[Frame]
 ) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
         worker.engine.stalled = True
         await fleet.client.add_request_async(make_request("r"))
         await within(worker.engine.added.get())
-        worker.link.send("frontend-1", Outputs(), [b"\xc1"])
+        worker.link._put([b"frontend-1", *frames])
         await fleet.until_gone("worker-1")
         worker.engine.stalled = False
         await fleet.until_ready("worker-1")

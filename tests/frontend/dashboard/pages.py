@@ -24,6 +24,7 @@ def a_worker(name: str = "worker-17-a", **changes: Any) -> dict[str, Any]:
         "id": name,
         "address": "tcp://10.0.0.1:5000",
         "ready": True,
+        "draining": False,
         "refused": None,
         "transfer": "shm",
         "transfer_reason": "the worker sees the segment",

@@ -86,6 +86,17 @@ def test_a_worker_that_cannot_be_used_says_why(browser: Browser, page: Page) -> 
     assert "refused" in browser.text(".worker .state")
 
 
+def test_a_worker_that_is_going_to_leave_is_not_shown_as_ready(
+    browser: Browser, page: Page
+) -> None:
+    page.state.told = a_frontend(
+        workers=[a_worker(), a_worker("worker-17-b", draining=True)]
+    )
+    browser.open(page.url)
+    browser.wait('.worker[data-state="absent"] .state', "leaving")
+    assert "1 of 2" in browser.text("main")
+
+
 def test_what_users_write_stays_text(browser: Browser, page: Page) -> None:
     hostile = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</script>"
     page.state.told = a_frontend(
