@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem
 from vllm.utils.cache import CacheInfo
 
 from transfer.arena import Arena
+from transfer.encoded_item import EncodedItem, Encoding
 from transfer.errors import ArenaFull
 from transfer.identity import IdentityHasher
 from transfer.leases import Lease
@@ -44,7 +45,7 @@ HOLD_SECONDS = 120.0
 """How long an item reported as cached waits for the rest of its request to be processed."""
 
 
-class IdentifiedItem(MultiModalKwargsItem):
+class IdentifiedItem(EncodedItem):
     """A processed item that knows its canonical identity.
 
     If its tensors are in the arena, they stay there as long as this object lives: it
@@ -53,11 +54,12 @@ class IdentifiedItem(MultiModalKwargsItem):
 
     def __init__(
         self,
-        fields: Mapping[str, MultiModalFieldElem],
+        fields: dict[str, MultiModalFieldElem],
         identity: str,
         lease: Lease | None,
+        encoding: Encoding | None = None,
     ) -> None:
-        super().__init__(fields)
+        super().__init__(fields, encoding)
         self.identity = identity
         self.lease = lease
 
@@ -67,8 +69,9 @@ class _Processed:
     """What is kept about an ``mm_hash``."""
 
     identity: bytes
-    item: MultiModalKwargsItem
-    """With references, or whole where nothing in it is large."""
+    item: EncodedItem
+    """With references, or whole where nothing in it is large. An image that is seen again
+    is not encoded again."""
     in_arena: bool
     prompt_updates: Sequence[ResolvedPromptUpdate]
     generation: int
@@ -162,7 +165,7 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
             if prompt_updates and (stored.lease is not None or not is_large(item)):
                 self._processed[mm_hash] = _Processed(
                     identity=bytes.fromhex(stored.identity),
-                    item=MultiModalKwargsItem(dict(stored)),
+                    item=EncodedItem(dict(stored.data), stored.encoding),
                     in_arena=stored.lease is not None,
                     prompt_updates=prompt_updates,
                     generation=stored.lease.entry.generation if stored.lease else 0,
@@ -194,7 +197,7 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
         with self._lock:
             self._processed[mm_hash] = _Processed(
                 identity=identity,
-                item=item,
+                item=EncodedItem(dict(item.data)),
                 in_arena=lease is not None,
                 prompt_updates=prompt_updates,
                 generation=lease.entry.generation if lease is not None else 0,
@@ -236,12 +239,12 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
                 reservation.cancel()
                 raise
         return IdentifiedItem(
-            refer(tensors, item, lease.entry), lease.entry.identity.hex(), lease
+            refer(tensors, item, lease.entry).data, lease.entry.identity.hex(), lease
         )
 
     def _whole(self, item: MultiModalKwargsItem) -> IdentifiedItem:
         identity = self._digest((name, elem.data) for name, elem in item.items())
-        return IdentifiedItem(item, identity.hex(), None)
+        return IdentifiedItem(dict(item.data), identity.hex(), None)
 
     def _digest(self, fields: Iterable[tuple[str, Any]]) -> bytes:
         try:
@@ -268,7 +271,10 @@ class ArenaProcessorCache(BaseMultiModalProcessorCache):
                 "being processed; send it again"
             )
         self._processed[mm_hash] = self._processed.pop(mm_hash)  # most recent
-        return IdentifiedItem(known.item, known.identity.hex(), lease), known.prompt_updates
+        item = IdentifiedItem(
+            dict(known.item.data), known.identity.hex(), lease, known.item.encoding
+        )
+        return item, known.prompt_updates
 
     def _lease(self, known: _Processed) -> Lease | None:
         """Lease the very entry that the kept item refers to."""

@@ -77,8 +77,8 @@ class ArenaView:
             os.close(self._fd)
             raise
         self._written = None if shared else WrittenPages(self._map)
-        # The generation that each page was last read as, 0 for none. The pages of this
-        # table that stay 0 take no memory.
+        # By page: the generation that was last read of an entry which starts there, 0 for
+        # none. The pages of this table that stay 0 take no memory.
         self._read_as = np.zeros(self._size // PAGE_BYTES, np.uint64)
         self._closed = False
 
@@ -100,14 +100,14 @@ class ArenaView:
         self.check(ref)
         end = ref.offset + ref.nbytes
         first_page, end_page = ref.offset // PAGE_BYTES, -(-end // PAGE_BYTES)
-        pages = self._read_as[first_page:end_page]
-        # A good entry has had all its pages to itself since it was sealed, so if one of
-        # them was read as this generation, all were, and nothing else since.
-        if pages[0] != ref.generation:
-            if self._written and pages.any() and self._written.may_be_in(first_page, end_page):
+        # A good entry has had all its pages to itself since it was sealed, and no other
+        # has its generation. If the page that it starts on was read as this one, then all
+        # of them were, and nothing else since.
+        if self._read_as[first_page] != ref.generation:
+            if self._written is not None and self._written.may_be_in(first_page, end_page):
                 start = first_page * PAGE_BYTES
                 self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
-            pages[:] = ref.generation
+            self._read_as[first_page] = ref.generation
         return memoryview(self._map)[ref.offset : end]
 
     def check(self, ref: EntryRef) -> None:

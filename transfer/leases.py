@@ -8,7 +8,6 @@ an append to a deque that the arena drains later.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,17 +23,22 @@ class Lease:
     It ends when it is released or when it is no longer referenced, whichever is first.
     """
 
-    __slots__ = ("__weakref__", "_end", "entry")
+    __slots__ = ("__weakref__", "_held", "_released", "entry")
 
     def __init__(self, entry: EntryRef, released: deque[int]) -> None:
         self.entry = entry
-        self._end = weakref.finalize(self, released.append, entry.generation)
-        # At exit nobody is left to drain, and the arena goes as a whole.
-        self._end.atexit = False
+        self._released = released
+        # Emptied by one step of the interpreter, so that only one thread ends the lease.
+        self._held = [entry.generation]
 
     def release(self) -> None:
         """End the lease now. Doing it again does nothing."""
-        self._end()
+        with suppress(IndexError):
+            self._released.append(self._held.pop())
+
+    def __del__(self) -> None:
+        if self._held:  # nobody else has a hold of it now
+            self._released.append(self._held.pop())
 
     def __reduce__(self) -> NoReturn:
         # Covers copy, deepcopy and pickle: a copy would end the lease a second time.
@@ -61,8 +65,8 @@ class Reservation:
         self.memory = memory
         self.offset = offset
         self._publish = publish
-        self._abandon = weakref.finalize(self, abandon)
-        self._abandon.atexit = False
+        # Emptied by one step of the interpreter: it is sealed or given back only once.
+        self._abandon = [abandon]
 
     def seal(self, identity: bytes) -> Lease:
         """Publish the entry and lease it. ``memory`` must not be written any more.
@@ -77,15 +81,22 @@ class Reservation:
         """
         if len(identity) not in IDENTITY_LENGTHS:
             raise ValueError(f"an identity has 16 to 32 bytes, not {len(identity)}")
-        if self._abandon.detach() is None:
-            raise RuntimeError("this reservation was sealed or cancelled before")
+        try:
+            self._abandon.pop()
+        except IndexError:
+            raise RuntimeError("this reservation was sealed or cancelled before") from None
         self._release_memory()
         return self._publish(identity)
 
     def cancel(self) -> None:
         """Give the space back. Does nothing after ``seal`` or another ``cancel``."""
         self._release_memory()
-        self._abandon()
+        with suppress(IndexError):
+            self._abandon.pop()()
+
+    def __del__(self) -> None:
+        if self._abandon:
+            self._abandon.pop()()
 
     def _release_memory(self) -> None:
         # Refused while someone has a view of it, who is then trusted not to write.

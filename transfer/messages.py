@@ -26,7 +26,9 @@ from vllm.v1.serial_utils import (
     UtilityResult,
 )
 
+from transfer.encoded_item import EncodedItem
 from transfer.errors import BadMessage
+from transfer.pack import is_packed
 from transfer.tensor_ref import ArenaId, RemoteArena
 
 PROTOCOL_VERSION = 4
@@ -345,7 +347,22 @@ class _StrictDecoder(MsgpackDecoder):
         raise BadMessage("utility results are not allowed here")
 
 
-_vllm_encoder = MsgpackEncoder()
+class _PayloadEncoder(MsgpackEncoder):
+    """vLLM's encoder, which does not encode an item in shared memory twice."""
+
+    def enc_hook(self, obj: Any) -> Any:
+        if isinstance(obj, EncodedItem) and is_packed(obj):
+            raw = obj.encoding.of(obj.data)
+            if raw is None:
+                obj.encoding.keep(obj.data, _item_encoder.encode(obj))
+                raw = obj.encoding.of(obj.data)
+            if raw is not None:
+                return raw
+        return super().enc_hook(obj)
+
+
+_item_encoder = MsgpackEncoder()
+_vllm_encoder = _PayloadEncoder()
 _request_decoder = _StrictDecoder(EngineCoreRequest)
 _outputs_decoder = _StrictDecoder(EngineCoreOutputs)
 

@@ -9,7 +9,7 @@ positions), small ones, and whatever is not made of plain tensors. An item that 
 stripped down to its CPU fields has no reference any more and passes as it is.
 
 vLLM names relied on: multimodal.inputs.MultiModalKwargsItem, MultiModalFieldElem,
-MultiModalSharedField, BaseMultiModalField.keep_on_cpu.
+MultiModalSharedField, BaseMultiModalField.keep_on_cpu; UserDict.data under the first.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def plan(item: MultiModalKwargsItem) -> ItemPlan | None:
         tensors.append(TensorSpec(_DTYPE_NAMES[data.dtype], tuple(data.shape), offset))
         return len(tensors) - 1
 
-    for key, elem in item.items():
+    for key, elem in item.data.items():
         if _is_worth_moving(elem):
             fields[key] = place(elem.data)
     return ItemPlan(end, tuple(tensors), fields) if fields else None
@@ -124,10 +124,7 @@ def write(plan: ItemPlan, item: MultiModalKwargsItem, memory: memoryview) -> Non
 
 def strip(plan: ItemPlan, item: MultiModalKwargsItem) -> MultiModalKwargsItem:
     """Return a new item without the tensors that the plan moves; all keys stay."""
-    return MultiModalKwargsItem({
-        key: _without_data(elem) if key in plan.fields else elem
-        for key, elem in item.items()
-    })
+    return _item_of(_stripped(plan, item))
 
 
 def refer(
@@ -140,9 +137,25 @@ def refer(
     """
     if entry.nbytes != plan.nbytes:
         raise ValueError(f"an entry of {entry.nbytes} bytes for a plan of {plan.nbytes}")
-    packed = dict(strip(plan, item))
+    packed = _stripped(plan, item)
     packed[REFERENCE_KEY] = _reference_elem(ItemRef(entry, plan.tensors, plan.fields))
-    return MultiModalKwargsItem(packed)
+    return _item_of(packed)
+
+
+def _stripped(
+    plan: ItemPlan, item: MultiModalKwargsItem
+) -> dict[str, MultiModalFieldElem]:
+    return {
+        key: _without_data(elem) if key in plan.fields else elem
+        for key, elem in item.data.items()
+    }
+
+
+def _item_of(fields: dict[str, MultiModalFieldElem]) -> MultiModalKwargsItem:
+    """Return the item with these fields, without UserDict's walk over each of them."""
+    item = MultiModalKwargsItem()
+    item.data = fields
+    return item
 
 
 def _reference_elem(reference: ItemRef) -> MultiModalFieldElem:
@@ -155,7 +168,7 @@ def _reference_elem(reference: ItemRef) -> MultiModalFieldElem:
 
 def is_packed(item: MultiModalKwargsItem) -> bool:
     """Tell whether the item refers to tensors that it does not carry."""
-    return REFERENCE_KEY in item
+    return REFERENCE_KEY in item.data
 
 
 def lacks_tensors(item: MultiModalKwargsItem) -> bool:
@@ -174,7 +187,7 @@ def read_reference(item: MultiModalKwargsItem) -> ItemRef:
     Raises:
         BadMessage: the item has no reference, or one that does not decode.
     """
-    elem = item.get(REFERENCE_KEY)
+    elem = item.data.get(REFERENCE_KEY)
     data = None if elem is None else elem.data
     if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1:
         raise BadMessage("the item has no reference, or not one made of bytes")
@@ -190,7 +203,8 @@ def check_reference(item: MultiModalKwargsItem, reference: ItemRef) -> None:
     Raises:
         BadMessage: the reference does not fit the item or its own entry.
     """
-    if any(key not in item or item[key].data is not None for key in reference.fields):
+    elems = item.data
+    if any(key not in elems or elems[key].data is not None for key in reference.fields):
         raise BadMessage("the reference names fields that did not move")
     for spec in reference.tensors:
         _check_tensor(spec, reference.entry.nbytes)
@@ -214,7 +228,7 @@ def move_reference(item: MultiModalKwargsItem, entry: EntryRef) -> MultiModalKwa
             f"an entry of {reference.entry.nbytes} bytes, known here with {entry.nbytes}"
         )
     moved = ItemRef(entry, reference.tensors, reference.fields)
-    return MultiModalKwargsItem({**item, REFERENCE_KEY: _reference_elem(moved)})
+    return _item_of({**item.data, REFERENCE_KEY: _reference_elem(moved)})
 
 
 def resolve(
@@ -239,12 +253,12 @@ def resolve(
     ]
     data = {key: _nest(indices, tensors) for key, indices in reference.fields.items()}
     resolved = {}
-    for key, elem in item.items():
+    for key, elem in item.data.items():
         if key in data:
             resolved[key] = MultiModalFieldElem(data=data[key], field=elem.field)
         elif key != REFERENCE_KEY:
             resolved[key] = elem
-    return MultiModalKwargsItem(resolved)
+    return _item_of(resolved)
 
 
 def _is_worth_moving(elem: MultiModalFieldElem) -> bool:

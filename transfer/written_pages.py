@@ -10,17 +10,19 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from pathlib import Path
-
-import numpy as np
 
 PAGEMAP = Path("/proc/self/pagemap")
 
 _ENTRY_BYTES = 8
-_OF_FILE = np.uint64(1 << 61)
-"""The page is the file's. Only then it may be there and not be a copy."""
-_THERE = np.uint64(3 << 62)
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0
+_OF_FILE = 1 << 5
+"""In an entry's top byte: the page is the file's. Only then it may be there and not be a
+copy."""
+_THERE = 3 << 6
 """The page is in memory, or swapped out."""
+_NOT_WRITTEN = bytes(top for top in range(256) if top & _OF_FILE or not top & _THERE)
 
 
 class WrittenPages:
@@ -41,8 +43,8 @@ class WrittenPages:
         told = os.pread(self._fd, nbytes, (self._first_page + first) * _ENTRY_BYTES)
         if len(told) != nbytes:
             return True
-        entries = np.frombuffer(told, np.uint64)
-        return bool((((entries & _THERE) != 0) & ((entries & _OF_FILE) == 0)).any())
+        # What is left of the top bytes when those of pages that are not written are gone.
+        return bool(told[_TOP_BYTE::_ENTRY_BYTES].translate(None, _NOT_WRITTEN))
 
     def close(self) -> None:
         if self._fd is not None:

@@ -4,7 +4,8 @@ The receiver does what a worker does with a request that arrives: what its cache
 not read again, the reference is changed to where the bytes are now, and the tensor is
 built over a mapping of that arena, as the engine's processes have it. The announcement
 that something is being read, by which the sender knows to serve it, is not sent: the
-sender serves as long as it waits.
+sender serves as long as it waits for an answer to a new item. Of one that the receiver
+has nothing is read, so then it does not.
 
 vLLM names relied on: v1.serial_utils.MsgpackDecoder.
 """
@@ -22,7 +23,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from benchmarks.transfer.items import pixels_of
 from benchmarks.transfer.way_shm import ARENA_BYTES
 from benchmarks.transfer.way_shm import WaySender as ArenaSender
-from benchmarks.transfer.ways import Frame, Receiver
+from benchmarks.transfer.ways import Receiver
 from transfer.arena import Arena
 from transfer.arena_view import ArenaView
 from transfer.leases import Lease
@@ -49,10 +50,9 @@ class WaySender(ArenaSender):
     def welcome(self, answer: bytes) -> None:
         self._export.progress_for("receiver", 0)
 
-    def send(self, item: MultiModalKwargsItem) -> Sequence[Frame]:
-        frames = super().send(item)
+    def _add(self, item: MultiModalKwargsItem) -> None:
+        super()._add(item)
         self._export.progress_for("receiver", SECONDS_TO_READ)
-        return frames
 
     def finish(self) -> None:
         self._export.progress_for("receiver", 0)

@@ -20,6 +20,7 @@ from frontend.arena_cache import HOLD_SECONDS, ArenaProcessorCache, IdentifiedIt
 from tests.fakes import HASHER, make_item
 from transfer import pack
 from transfer.arena import Arena
+from transfer.messages import encode_payload
 
 ITEM_BYTES = 4096
 """What ``make_item`` takes in an arena: its pixels have 3200 bytes."""
@@ -397,3 +398,33 @@ def test_an_item_made_elsewhere_is_found_and_is_no_hit_the_first_time(
     assert hit(cache, "a").identity == stored.identity
     assert (cache.make_stats().hits, cache.make_stats().total) == (1, 2)
     del held
+
+
+def test_an_image_seen_again_is_not_encoded_again(cache: ArenaProcessorCache) -> None:
+    stored = miss(cache, "h", make_item(1.0))
+    encode_payload(stored)
+    again = hit(cache, "h")
+    assert again.encoding.of(again.data) is not None
+    assert again.encoding is stored.encoding
+    assert again.data == stored.data
+
+
+def test_the_encoding_goes_with_the_entry(cache: ArenaProcessorCache, arena: Arena) -> None:
+    before = miss(cache, "h", make_item(1.0))
+    old = bytes(encode_payload(before)[0])
+    del before
+    arena.drop_unleased()
+    assert not cache.is_cached_item("h")
+    after = miss(cache, "h", make_item(1.0))
+    assert bytes(encode_payload(after)[0]) != old
+    assert bytes(encode_payload(hit(cache, "h"))[0]) == bytes(encode_payload(after)[0])
+
+
+def test_what_becomes_of_one_request_does_not_show_in_the_next(
+    cache: ArenaProcessorCache,
+) -> None:
+    miss(cache, "h", make_item(1.0))
+    one = hit(cache, "h")
+    keys = list(one)
+    one.pop(keys[0])
+    assert list(hit(cache, "h")) == keys
