@@ -19,6 +19,7 @@ from vllm.utils.cache import CacheInfo
 
 from frontend.media.lazy_image import ImageOptions, load_lazily
 from frontend.preprocess.messages import Media
+from frontend.preprocess.run_copies import RunCopies
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing import BaseMultiModalProcessor
@@ -70,7 +71,8 @@ class ItemProcessor:
             hf_processor_mm_kwargs=processor_options,
             cache=catch,
         )
-        self._processor._cached_apply_hf_processor(inputs, TimingContext(enabled=False))
+        with RunCopies():
+            self._processor._cached_apply_hf_processor(inputs, TimingContext(enabled=False))
         if len(catch.caught) != 1:
             raise ValueError(f"one {modality} became {len(catch.caught)} items")
         return catch.caught[0]
