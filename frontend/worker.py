@@ -11,7 +11,7 @@ import msgspec
 
 from transfer.link import FrontendLink, KvSubscriber
 from transfer.messages import Frame, KvDelta, LoadReport, Message, WorkerFacts
-from transfer.process import wants_to_run
+from transfer.process import Process, wants_to_run
 from transfer.process_watch import ProcessWatch
 from transfer.registry import WorkerRecord
 
@@ -47,6 +47,7 @@ class Worker:
         self.address = address
         self.link = link
         self.record: WorkerRecord | None = None
+        """What discovery says of it."""
         self.name = address
         """Its own name once it has answered."""
         self.facts: WorkerFacts | None = None
@@ -64,7 +65,9 @@ class Worker:
         self.greetings = 0
         """Sent since it was heard last."""
         self.kv: KvSubscriber | None = None
-        self.process: ProcessWatch | None = None
+        self.process: Process | None = None
+        """What it says of itself."""
+        self.process_watch: ProcessWatch | None = None
         self.tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -80,8 +83,8 @@ class Worker:
         return silent > SILENT_SECONDS_STARVED or not self._is_starved()
 
     def _is_starved(self) -> bool:
-        record = self.record
-        return record is not None and record.is_local() and wants_to_run(record.pid)
+        process = self.process
+        return process is not None and process.is_local() and wants_to_run(process.pid)
 
     def describe(self) -> dict[str, Any]:
         """What ``GET /v1/fleet`` shows of it."""

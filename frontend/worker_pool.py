@@ -133,8 +133,8 @@ class WorkerPool:
             worker.link.close()
             if worker.kv is not None:
                 worker.kv.close()
-            if worker.process is not None:
-                worker.process.close()
+            if worker.process_watch is not None:
+                worker.process_watch.close()
         await self._nixl.close()
         self._workers.clear()
         self._context.term()
@@ -218,8 +218,8 @@ class WorkerPool:
         self._lose(worker, "has left")
         self._events.on_gone(worker.name)
         del self._workers[worker.address]
-        if worker.process is not None:
-            worker.process.close()
+        if worker.process_watch is not None:
+            worker.process_watch.close()
         worker.link.send(Bye())
         worker.link.close()
         for task in worker.tasks:
@@ -267,6 +267,8 @@ class WorkerPool:
         if worker.epoch == ready.epoch:
             return  # the answer to a repeated hello
         self._lose(worker, "was restarted")
+        if worker.process is not None and worker.process.is_dead():
+            self._events.on_gone(worker.name)  # its successor was heard of first
         if problem := self._mismatch(ready.facts):
             self._refuse(worker, ready.worker, problem)
             return
@@ -287,7 +289,7 @@ class WorkerPool:
         self._agreed = self._agreed or ready.facts
         worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
         worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
-        worker.kv = kv
+        worker.kv, worker.process = kv, ready.process
         self._watch_process(worker)
         worker.tasks += [
             asyncio.create_task(self._hear_news(worker, kv), name="KV plane"),
@@ -325,18 +327,19 @@ class WorkerPool:
 
     def _watch_process(self, worker: Worker) -> None:
         """Hear at once of the end of a process on this host."""
-        record = worker.record
-        if record is None or not record.is_local():
+        if worker.process_watch is not None:
+            worker.process_watch.close()
+            worker.process_watch = None
+        process, record = worker.process, worker.record
+        if process is None or not process.is_local():
             return
 
         def ended() -> None:
-            self._spawn(self._bury(worker, record.worker), "end of a worker")
+            self._spawn(self._bury(worker, record), "end of a worker")
 
-        if worker.process is not None:
-            worker.process.close()
-        worker.process = watch_process(record.pid, record.start_time, ended)
+        worker.process_watch = watch_process(process.pid, process.start_time, ended)
 
-    async def _bury(self, worker: Worker, announced: str) -> None:
+    async def _bury(self, worker: Worker, record: WorkerRecord | None) -> None:
         """Lose a worker whose process has ended, once what it still said has come in."""
         name, epoch = worker.name, worker.epoch
         worker.ready = False
@@ -345,7 +348,8 @@ class WorkerPool:
         if worker.epoch == epoch:  # else it is lost, or another has taken its place
             self._lose_heard(worker, "has died")
         self._events.on_gone(name)
-        self._registry.withdraw(announced)
+        if record is not None:
+            self._registry.withdraw(record.worker)
 
     async def _hear_news(self, worker: Worker, kv: KvSubscriber) -> None:
         while True:

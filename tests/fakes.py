@@ -44,7 +44,8 @@ from transfer.block_hash_root import root_hash_of
 from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import PROTOCOL_VERSION, Frame, Ready, WorkerFacts, decode_request
-from transfer.registry import Registry, WorkerRecord, this_process
+from transfer.process import Process, this_process
+from transfer.registry import Registry, WorkerRecord
 from workers.arena_worker import ArenaReader
 from workers.embedding_cache import HostEmbeddings
 from workers.engine_inputs import EngineInputs
@@ -282,6 +283,12 @@ class FakeWorker:
         ``cache_gib``: for tensors that NIXL pulls; 0: no NIXL.
         """
         self.name = name
+        self._process = this_process()
+        if process is not None:
+            pid, start_time = process
+            self._process = Process(
+                pid=pid, start_time=start_time, host=self._process.host
+            )
         self.facts = facts or make_facts()
         self.engine = FakeEngine()
         self.registry = registry
@@ -301,6 +308,7 @@ class FakeWorker:
             kv_address=self.kv_publisher.address,
             transfer="inline",
             transfer_reason="",
+            process=self._process,
         )
         self.nixl = NixlTransfer(cache_gib, transfer_timeout, partial(attach, engine))
         self.inbox = Inbox(
@@ -323,7 +331,6 @@ class FakeWorker:
             lambda: self.inbox.encoder_resets,
             embeddings,
         )
-        self._process = process
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -346,17 +353,12 @@ class FakeWorker:
         self.load.note(outputs)
 
     def announce(self) -> None:
-        pid, start_time, host = this_process()
-        if self._process is not None:
-            pid, start_time = self._process
         self.registry.announce(
             WorkerRecord(
                 worker=self.name,
                 address=self.address,
-                pid=pid,
-                start_time=start_time,
-                host=host,
                 facts=self.facts,
+                **msgspec.structs.asdict(self._process),
             )
         )
 

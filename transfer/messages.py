@@ -29,9 +29,10 @@ from vllm.v1.serial_utils import (
 from transfer.encoded_item import EncodedItem
 from transfer.errors import BadMessage
 from transfer.pack import is_packed
+from transfer.process import Process
 from transfer.tensor_ref import ArenaId, RemoteArena
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Frame = bytes | bytearray | memoryview
 
@@ -110,6 +111,8 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     transfer_reason: str
     nixl: bool = False
     """Whether it would take a ``NixlOffer``."""
+    process: Process | None = None
+    """By which a frontend on its host sees whether it lives, however it found it."""
 
 
 class Refused(msgspec.Struct, tag=True, kw_only=True):

@@ -6,10 +6,37 @@ import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _DEAD_STATES = frozenset("ZXx")
 _BUSY_STATES = frozenset("RD")
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of any host, told apart from all others."""
+
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    start_time: int
+    """Clock ticks after boot, from /proc/<pid>/stat: tells a reused pid apart."""
+    host: str
+    """See ``same_host_key``."""
+
+    def is_local(self) -> bool:
+        """Whether it can be looked at from here."""
+        return self.host == same_host_key()
+
+    def is_dead(self) -> bool:
+        """Whether it is known to be gone; False where that cannot be told."""
+        return self.is_local() and not is_alive(self.pid, self.start_time)
+
+
+def this_process() -> Process:
+    """Return the process that asks."""
+    pid = os.getpid()
+    return Process(pid=pid, start_time=process_start_time(pid) or 0, host=same_host_key())
 
 
 def process_start_time(pid: int) -> int | None:

@@ -28,7 +28,7 @@ import watchfiles
 from transfer.errors import TransferError
 from transfer.identity import load_or_create_seed
 from transfer.messages import WorkerFacts
-from transfer.process import is_alive, process_start_time, same_host_key
+from transfer.process import Process
 
 logger = logging.getLogger(__name__)
 
@@ -38,24 +38,12 @@ LONGEST_SOCKET_PATH = 107
 """sun_path of sockaddr_un(7) less its final NUL, in bytes."""
 
 
-class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as it announces itself."""
+class WorkerRecord(Process, frozen=True, kw_only=True):
+    """A worker's process as it announces itself."""
 
     worker: str
     address: str
-    pid: int
-    start_time: int
-    """Clock ticks after boot, from /proc/<pid>/stat: tells a reused pid apart."""
-    host: str
     facts: WorkerFacts
-
-    def is_local(self) -> bool:
-        """Whether its process can be looked at from here."""
-        return self.host == same_host_key()
-
-    def is_dead(self) -> bool:
-        """Whether the process is known to be gone; False where that cannot be told."""
-        return self.is_local() and not is_alive(self.pid, self.start_time)
 
 
 class Registry:
@@ -178,12 +166,6 @@ def default_root() -> Path:
     if runtime and len(runtime) < 40:
         return Path(runtime) / "foveal"
     return Path(tempfile.gettempdir()) / f"foveal-{os.getuid()}"
-
-
-def this_process() -> tuple[int, int, str]:
-    """Pid, start time and host of this process, as a record states them."""
-    pid = os.getpid()
-    return pid, process_start_time(pid) or 0, same_host_key()
 
 
 def _make_private(path: Path) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import uvloop
 import zmq
 import zmq.asyncio
+from msgspec.structs import asdict
 from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
@@ -36,7 +37,8 @@ from transfer.discovery import Discovery, announced_address, open_discovery, see
 from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
-from transfer.registry import WorkerRecord, this_process
+from transfer.process import this_process
+from transfer.registry import WorkerRecord
 from workers.draining import StopSignals, drain
 from workers.embedding_cache import HostEmbeddings, connector_config, open_embeddings
 from workers.engine_args import engine_config, facts_of
@@ -151,6 +153,7 @@ async def _serve(
         raise BadSetting(f"cannot listen on {addresses[0]}: {error}") from error
 
     epoch = secrets.token_hex(8)
+    process = this_process()
     ready = Ready(
         worker=worker,
         facts=facts,
@@ -158,6 +161,7 @@ async def _serve(
         kv_address=kv_publisher.address,
         transfer="inline",
         transfer_reason="",
+        process=process,
     )
     kv_state = KvState(
         facts.block_size, epoch, drops_last_match=facts.drops_last_matched_block
@@ -196,11 +200,10 @@ async def _serve(
             name="KV events",
         ),
     ]
-    pid, start_time, host = this_process()
     registry.announce(
         WorkerRecord(
             worker=worker, address=announced_address(link.address, settings.discovery),
-            pid=pid, start_time=start_time, host=host, facts=facts,
+            facts=facts, **asdict(process),
         )
     )
     logger.info("worker %s is ready on %s", worker, link.address)

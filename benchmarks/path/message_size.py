@@ -48,7 +48,8 @@ from transfer.messages import (
     encode_payload,
 )
 from transfer.pack import is_packed, read_reference
-from transfer.registry import Registry, WorkerRecord, this_process
+from transfer.process import this_process
+from transfer.registry import Registry, WorkerRecord
 
 NAME, UNIT, GOAL = "request_bytes_beyond_tokens", "B", "<=2048"
 PICTURES = ((224, 224), (4000, 3000))
@@ -147,11 +148,10 @@ class PosedWorker:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        pid, start_time, host = this_process()
         registry.announce(
             WorkerRecord(
-                worker=name, address=address, pid=pid, start_time=start_time, host=host,
-                facts=self._ready.facts,
+                worker=name, address=address, facts=self._ready.facts,
+                **msgspec.structs.asdict(this_process()),
             )
         )
 

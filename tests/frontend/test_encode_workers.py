@@ -204,7 +204,7 @@ async def test_what_a_lost_encode_worker_may_be_reading_stays_in_place(
     task = asyncio.create_task(routed(fleet, "r", 1.0))
     await within(helper.engine.added.get())
     (seen,) = fleet.pool.encode_workers()
-    seen.record, seen.last_heard = None, seen.last_heard - 1000.0
+    seen.process, seen.last_heard = None, seen.last_heard - 1000.0
     await within(task)
     await fleet.answer("r")
     assert not len(fleet.client._encoders)

@@ -109,6 +109,55 @@ async def test_the_end_of_a_workers_process_is_noticed_at_once(
         await eventually(lambda: not registry.records())
 
 
+async def test_what_a_worker_known_by_address_held_is_free_when_its_process_ends(
+    registry: Registry, other_process: subprocess.Popen[bytes]
+) -> None:
+    """Though discovery says nothing of it, neither that it is there nor that it left."""
+    start_time = process_start_time(other_process.pid)
+    assert start_time is not None
+    elsewhere = Registry(registry.path.parent, "elsewhere")
+    async with (
+        FakeWorker(elsewhere, process=(other_process.pid, start_time)) as worker,
+        Fleet(registry, addresses=[worker.address]) as fleet,
+    ):
+        await fleet.until_ready("worker-1")
+        worker.engine.stalled = True
+        await fleet.client.add_request_async(make_request("r"))
+        await within(worker.engine.added.get())
+        worker.link.close()
+        await fleet.until_gone("worker-1")
+        assert len(fleet.client.requests.parked) == 1
+        other_process.kill()
+        await eventually(lambda: not len(fleet.client.requests.parked))
+
+
+async def test_what_a_worker_held_is_free_when_its_successor_is_heard_of_first(
+    registry: Registry, other_process: subprocess.Popen[bytes]
+) -> None:
+    start_time = process_start_time(other_process.pid)
+    assert start_time is not None
+    elsewhere = Registry(registry.path.parent, "elsewhere")
+    process = (other_process.pid, start_time)
+    async with Fleet(registry, addresses=[f"ipc://{elsewhere.path}/w"]) as fleet:
+        async with FakeWorker(
+            elsewhere, address=f"ipc://{elsewhere.path}/w", process=process
+        ) as worker:
+            await fleet.until_ready("worker-1")
+            worker.engine.stalled = True
+            await fleet.client.add_request_async(make_request("r"))
+            await within(worker.engine.added.get())
+        await fleet.until_gone("worker-1")
+        assert len(fleet.client.requests.parked) == 1
+        (seen,) = fleet.pool.workers
+        assert seen.process_watch is not None
+        seen.process_watch.close()  # its news comes too late
+        other_process.kill()
+        other_process.wait()
+        async with FakeWorker(elsewhere, "worker-2", address=f"ipc://{elsewhere.path}/w"):
+            await fleet.until_ready("worker-2")
+            assert not len(fleet.client.requests.parked)
+
+
 @pytest.mark.parametrize("notice", ["connection", "process"])
 async def test_what_a_worker_said_before_its_end_is_used(
     registry: Registry, other_process: subprocess.Popen[bytes], notice: str
@@ -152,7 +201,7 @@ async def test_a_silent_worker_is_missed_within_three_seconds_unless_it_is_starv
         # Its process is this one, which runs at this moment.
         assert not worker.is_silent(heard + 10)
         assert worker.is_silent(heard + 16)
-        worker.record = None
+        worker.process = None
         assert not worker.is_silent(heard + 2)
         assert worker.is_silent(heard + 3 - WATCH_SECONDS)
 
@@ -181,7 +230,7 @@ async def test_a_worker_that_falls_silent_is_lost_and_greeted_again(
 
         def is_missed() -> bool:
             # It does answer: this has to be seen before the next answer is.
-            worker.record, worker.last_heard = None, time.monotonic() - 3.0
+            worker.process, worker.last_heard = None, time.monotonic() - 3.0
             return "worker-1" not in fleet.pool.ready_workers()
 
         await eventually(is_missed)
@@ -406,7 +455,7 @@ async def test_workers_are_watched_whatever_became_of_another(registry: Registry
         seen = {worker.name: worker for worker in fleet.pool.workers}
 
         async def is_found_again(worker: Worker) -> None:
-            worker.record, worker.last_heard = None, time.monotonic() - 1000.0
+            worker.process, worker.last_heard = None, time.monotonic() - 1000.0
             await eventually(lambda: worker.last_heard > time.monotonic() - 100.0)
             await fleet.until_ready(worker.name)
 

@@ -28,6 +28,7 @@ from tests.fakes import make_facts, make_item, make_request
 from transfer import messages
 from transfer.errors import BadMessage
 from transfer.messages import decode, decode_outputs, decode_request, encode, encode_payload
+from transfer.process import this_process
 from transfer.tensor_ref import ArenaId, RemoteArena
 
 ARENA = ArenaId("foveal-1-2-ab", b"n" * 16)
@@ -42,6 +43,7 @@ ALL_MESSAGES: list[messages.Message] = [
         kv_address="ipc://kv",
         transfer="shm",
         transfer_reason="why",
+        process=this_process(),
     ),
     messages.Refused(worker="w", reason="why"),
     messages.AddRequest("r", 1, 500, 16),

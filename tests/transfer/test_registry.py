@@ -12,19 +12,16 @@ import pytest
 
 from tests.fakes import make_facts, within
 from transfer.errors import TransferError
-from transfer.process import process_start_time
-from transfer.registry import Registry, WorkerRecord, default_root, this_process
+from transfer.process import process_start_time, this_process
+from transfer.registry import Registry, WorkerRecord, default_root
 
 
 def record_of(name: str = "w", **changes: object) -> WorkerRecord:
-    pid, start_time, host = this_process()
     record = WorkerRecord(
         worker=name,
         address=f"ipc:///{name}",
-        pid=pid,
-        start_time=start_time,
-        host=host,
         facts=make_facts(),
+        **msgspec.structs.asdict(this_process()),
     )
     return msgspec.structs.replace(record, **changes)
 
@@ -73,8 +70,7 @@ def test_what_a_dead_worker_left_is_swept_and_the_living_stay(registry: Registry
 
 
 def test_a_process_id_that_is_used_again_is_another_worker(registry: Registry) -> None:
-    _, start_time, _ = this_process()
-    registry.announce(record_of(start_time=start_time - 1))
+    registry.announce(record_of(start_time=this_process().start_time - 1))
     assert registry.records() == {}
 
 

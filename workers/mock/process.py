@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 import uvloop
 import zmq
 import zmq.asyncio
+from msgspec.structs import asdict
 
 from configs.flags import BadSetting
 from configs.schema import WorkerConfig
@@ -27,7 +28,8 @@ from transfer.discovery import Discovery, announced_address, open_discovery, see
 from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import Ready, WorkerFacts
-from transfer.registry import WorkerRecord, this_process
+from transfer.process import this_process
+from transfer.registry import WorkerRecord
 from workers.draining import StopSignals, drain
 from workers.engine_args import engine_config, facts_of
 from workers.frontends import Frontends
@@ -174,7 +176,7 @@ class MockWorker:
         epoch = secrets.token_hex(8)
         ready = Ready(
             worker=name, facts=facts, epoch=epoch, kv_address=self.kv_publisher.address,
-            transfer="inline", transfer_reason="",
+            transfer="inline", transfer_reason="", process=this_process(),
         )
         self.kv_state = KvState(facts.block_size, epoch)
         frontends = self.frontends = Frontends()
@@ -208,10 +210,8 @@ class MockWorker:
 
     def record(self) -> WorkerRecord:
         """What the registry shows of it."""
-        pid, start_time, host = this_process()
         return WorkerRecord(
-            worker=self.name, address=self.address, pid=pid, start_time=start_time,
-            host=host, facts=self.facts,
+            worker=self.name, address=self.address, facts=self.facts, **asdict(this_process())
         )
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ from transfer.errors import EtcdUnavailable
 from transfer.etcd import discovery as discovery_module
 from transfer.etcd.address import parse_etcd_address
 from transfer.etcd.discovery import EtcdDiscovery
-from transfer.process import process_start_time
-from transfer.registry import Registry, WorkerRecord, this_process
+from transfer.process import process_start_time, this_process
+from transfer.registry import Registry, WorkerRecord
 
 LEASE_SECONDS = 2
 """The shortest that etcd grants."""
@@ -27,10 +27,9 @@ Waiter = Callable[[Callable[[Records], bool]], AsyncIterator[None]]
 
 
 def record_of(name: str = "w", **changes: object) -> WorkerRecord:
-    pid, start_time, host = this_process()
     record = WorkerRecord(
-        worker=name, address="tcp://127.0.0.1:1", pid=pid, start_time=start_time,
-        host=host, facts=make_facts(),
+        worker=name, address="tcp://127.0.0.1:1", facts=make_facts(),
+        **msgspec.structs.asdict(this_process()),
     )
     return msgspec.structs.replace(record, **changes)
 
