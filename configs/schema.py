@@ -134,8 +134,8 @@ class FrontendConfig(DiscoverySettings):
     )
     mm_preprocess_workers: int | None = setting(
         None,
-        "Processes that decode and process images beside the frontend's own (default: one "
-        "less than the processors, divided among --frontends, at most 4; 0: none).",
+        "Processes that decode and process images beside the frontend's own (default: as "
+        "many as processors, divided among --frontends, at most 4, none on one; 0: none).",
         env="FOVEAL_MM_PREPROCESS_WORKERS", ge=0, le=64,
     )
     mm_preprocess_queue: int = setting(

@@ -89,8 +89,7 @@ def begin_preprocessing(
     """Begin to load a pool as the settings say; None where they want none."""
     workers = settings.mm_preprocess_workers
     if workers is None:
-        processors = len(os.sched_getaffinity(0)) // settings.frontends
-        workers = min(max(processors - 1, 0), MOST_BY_DEFAULT)
+        workers = default_workers(settings.frontends)
     if not workers:
         return None
     pool = PreprocessPool(
@@ -102,6 +101,12 @@ def begin_preprocessing(
     )
     pool.begin()
     return pool
+
+
+def default_workers(frontends: int) -> int:
+    """Processes for each of ``frontends`` on this machine: they take what those leave."""
+    processors = len(os.sched_getaffinity(0)) // frontends
+    return min(processors, MOST_BY_DEFAULT) if processors > 1 else 0
 
 
 class PreprocessPool:

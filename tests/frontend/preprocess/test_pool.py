@@ -19,7 +19,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.preprocess.messages import Media, Setup, Work
 from frontend.preprocess.metrics import PreprocessMetrics
-from frontend.preprocess.pool import PoolSettings, PreprocessPool
+from frontend.preprocess.pool import PoolSettings, PreprocessPool, default_workers
 from frontend.preprocess.processes import NoProcesses, PreprocessProcess, Template
 from tests.fakes import HASHER, eventually, within
 from tests.frontend.preprocess.fake_template import MODEL, UPDATES, item_of
@@ -392,6 +392,17 @@ async def test_memory_does_not_grow(make_pool: MakePool) -> None:
     await ask(range(100, 600))
     assert _rss(os.getpid()) - ours < 8 << 20
     assert _rss(_pid(pool)) - theirs < 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("processors", "frontends", "workers"),
+    [(1, 1, 0), (2, 1, 2), (3, 1, 3), (16, 1, 4), (16, 8, 2), (4, 4, 0), (2, 4, 0)],
+)
+def test_how_many_processes_there_are_by_default(
+    processors: int, frontends: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    assert default_workers(frontends) == workers
 
 
 def _process(pool: PreprocessPool) -> PreprocessProcess:
