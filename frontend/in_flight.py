@@ -68,6 +68,8 @@ class InFlight:
         """
         self.hasher: RequestHasher | None = None
         """Set once the first worker has said how its engine hashes."""
+        self.own_logits_processors = False
+        """Whether workers have such that are not vLLM's own; set likewise."""
         self._router = router
         self._metrics = metrics
         self._log = log
@@ -275,7 +277,9 @@ class InFlight:
             return f"it returns {sent.unrepeatable}"
         if sent.answered:
             try:
-                sent.resumption = resume(sent.request, sent.answered)
+                sent.resumption = resume(
+                    sent.request, sent.answered, self.own_logits_processors
+                )
             except CannotResume as reason:
                 return str(reason)
             sent.parts = [sent.resumption.request]

@@ -66,8 +66,14 @@ class Resumption:
         return output
 
 
-def resume(request: EngineCoreRequest, answered: Sequence[int]) -> Resumption:
+def resume(
+    request: EngineCoreRequest,
+    answered: Sequence[int],
+    own_logits_processors: bool = False,
+) -> Resumption:
     """Return how ``request`` goes on behind the tokens ``answered``, at least one.
+
+    ``own_logits_processors``: whether its workers have such that are not vLLM's own.
 
     Raises:
         CannotResume: it cannot.
@@ -78,6 +84,8 @@ def resume(request: EngineCoreRequest, answered: Sequence[int]) -> Resumption:
     if params.max_tokens is not None and len(answered) >= params.max_tokens:
         raise CannotResume("all its tokens had come, but not its end")
     memories = _memories(request, params)
+    if own_logits_processors:
+        memories.append("logits processors that are not vLLM's own")
     if not memories:
         return Resumption(_continued(request, params, answered))
     if params.temperature >= GREEDY_BELOW and params.seed is None:

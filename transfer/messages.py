@@ -85,6 +85,9 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     drops_last_matched_block: bool = False
     """Whether the engine computes the last block it finds cached once more, as it does to
     give a drafting head (EAGLE, MTP) its hidden states."""
+    own_logits_processors: bool = False
+    """Whether the engine runs logits processors that are not vLLM's own. Nobody knows what
+    they remember of an answer."""
 
 
 class Hello(msgspec.Struct, tag=True, kw_only=True):

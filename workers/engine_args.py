@@ -2,7 +2,8 @@
 
 vLLM names relied on: AsyncEngineArgs (add_cli_args, from_cli_args, create_engine_config),
 KVEventsConfig, ECTransferConfig, MultiModalBudget, FlexibleArgumentParser;
-SpeculativeConfig.use_eagle_block_drop; VllmConfig.is_mm_encoder_only.
+SpeculativeConfig.use_eagle_block_drop; VllmConfig.is_mm_encoder_only;
+ModelConfig.logits_processors, v1.sample.logits_processor.LOGITSPROCS_GROUP.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import msgspec
@@ -22,6 +24,7 @@ from vllm.multimodal.encoder_budget import MultiModalBudget
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from configs.flags import BadSetting, add_flags, read_settings, sentence_of
 from configs.logs import use_json_config
@@ -126,6 +129,9 @@ def facts_of(
         "identity_seed_fingerprint": seed_fingerprint,
         "drops_last_matched_block": bool(
             config.speculative_config and config.speculative_config.use_eagle_block_drop()
+        ),
+        "own_logits_processors": bool(
+            config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP)
         ),
     }
     return msgspec.convert(facts, WorkerFacts)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import cached_property
 from resource import RUSAGE_THREAD, getrusage
 from typing import Any
 
@@ -37,9 +38,12 @@ class NappingCondition(_SpinCondition):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._processors = Processors()
         self._crowded_until = 0.0
         self._look_again = 0.0
+
+    @cached_property
+    def _processors(self) -> Processors:
+        return Processors()  # not needed at the writer's end
 
     def wait(self, timeout_ms: int | None = None) -> None:
         now = time.monotonic()

@@ -31,6 +31,14 @@ def params_of(request: EngineCoreRequest) -> SamplingParams:
     return request.sampling_params
 
 
+def test_what_logits_processors_remember_is_not_known() -> None:
+    greedy = request_with(temperature=0.0)
+    assert resume(greedy, [7]).request is not greedy
+    assert resume(greedy, [7], own_logits_processors=True).request is greedy
+    with pytest.raises(CannotResume, match="logits processors that are not vLLM's own"):
+        resume(request_with(temperature=1.0), [7], own_logits_processors=True)
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -143,6 +143,12 @@ def test_a_worker_states_what_frontends_must_agree_on(
     assert facts.encoder_cache_tokens > 1000
     assert facts.identity_seed_fingerprint == "fingerprint"
     assert (facts.lora, facts.reasoning_parser, facts.revision) == ("", "", "")
+    assert not facts.own_logits_processors
+
+
+def test_a_worker_says_that_it_has_logits_processors_of_its_own(checkpoint: Path) -> None:
+    config = config_of("--model", str(checkpoint), *DEMO, "--logits-processors", "some:Own")
+    assert facts_of(config, "").own_logits_processors
 
 
 def test_an_encode_worker_loads_no_language_model(checkpoint: Path) -> None:
