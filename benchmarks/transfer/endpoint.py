@@ -31,12 +31,16 @@ written to just before is still in the cache, and memory that is new must be map
 
 
 class Order(msgspec.Struct):
-    """Hand one item over. ``again`` is the item that was handed over last."""
+    """Hand one item over. ``again`` is the item that was handed over last.
+
+    ``pause``: have both ends rest before the clock starts.
+    """
 
     way: str
     nbytes: int = 0
     number: int = 0
     again: bool = False
+    pause: bool = True
 
 
 class Result(msgspec.Struct):
@@ -100,7 +104,7 @@ class SenderEnd:
             self._last = make_item(order.nbytes, order.number)
         if order.way == MEMORY_COPY:
             return self._copy()
-        return self._hand_over(order.way, again=order.again)
+        return self._hand_over(order.way, again=order.again, pause=order.pause)
 
     def _open(self, way: str) -> None:
         sender = load_sender(way)
@@ -109,7 +113,7 @@ class SenderEnd:
         sender.welcome(report.answer)
         self._ways[way] = sender
 
-    def _hand_over(self, way: str, *, again: bool) -> Result:
+    def _hand_over(self, way: str, *, again: bool, pause: bool) -> Result:
         sender, item = self._ways[way], self._last
         prepared = 0.0
         if not again:  # else it is known what it is
@@ -117,7 +121,8 @@ class SenderEnd:
             sender.prepare(item)
             prepared = time.monotonic() - began
             self._expected = sum_of(pixels_of(item))
-        time.sleep(PAUSE_BEFORE)
+        if pause:
+            time.sleep(PAUSE_BEFORE)
         began = time.monotonic()
         self._send(b"item", way, sender.send(item))
         sent = time.monotonic()

@@ -18,7 +18,7 @@ from statistics import median
 
 from benchmarks.metrics import CannotMeasure, Metric
 from benchmarks.transfer.endpoint import MEMORY_COPY
-from benchmarks.transfer.figures import AGAIN, FIRST, SIZES, Figures, wanted
+from benchmarks.transfer.figures import AFTER_PAUSE, AGAIN, FIRST, SIZES, Figures, wanted
 from benchmarks.transfer.items import MIB
 from benchmarks.transfer.pair import Pair, WayFailed
 from benchmarks.transfer.peer_dynamo import dynamo_python
@@ -107,19 +107,18 @@ def _round(
                 pair.resume()
                 stack.callback(pair.pause)
             try:
-                new = pair.hand_over(way, mib * MIB, number)
-                again = (
-                    pair.hand_over(way, mib * MIB, number, again=True)
-                    if way in REPEATED
-                    else None
-                )
+                results = {FIRST: pair.hand_over(way, mib * MIB, number)}
+                if way in REPEATED:
+                    for when, pause in ((AGAIN, False), (AFTER_PAUSE, True)):
+                        results[when] = pair.hand_over(
+                            way, mib * MIB, number, again=True, pause=pause
+                        )
             except WayFailed as why:
                 _fail(figures, way, str(why))
                 continue
         if turn >= 0:
-            figures.results[way, mib, FIRST].append(new)
-            if again is not None:
-                figures.results[way, mib, AGAIN].append(again)
+            for when, result in results.items():
+                figures.results[way, mib, when].append(result)
 
 
 def _fail(figures: Figures, way: str, why: str) -> None:
@@ -152,10 +151,22 @@ def _print_table(figures: Figures) -> None:
         print(f"  {way:12}{''.join(cells)}")
     for way in REPEATED:
         if way not in figures.failures:
-            cells = "".join(
-                f"{_ms(figures.seconds(way, mib, AGAIN)):>10}{'':10}" for mib in SIZES
-            )
-            print(f"  {way + ' again':12}{cells}")
+            for when in (AGAIN, AFTER_PAUSE):
+                _print_repeats(figures, way, when)
+
+
+def _print_repeats(figures: Figures, way: str, when: str) -> None:
+    """Where the time of one that was sent before goes, of the largest size."""
+    results = figures.results[way, SIZES[-1], when]
+    sent = [result.sent for result in results]
+    under_way = [result.received - result.sent for result in results]
+    read = [result.usable - result.received for result in results]
+    print(
+        f"  {way} {when}, by size: "
+        + " ".join(_ms(figures.seconds(way, mib, when)) for mib in SIZES)
+        + f"; of the last: until sent {_ms(sent)}, under way {_ms(under_way)}, "
+        f"until usable {_ms(read)}"
+    )
 
 
 def _ms(seconds: Sequence[float]) -> str:

@@ -84,13 +84,15 @@ class Pair:
         """
         self._order(Order(way))
 
-    def hand_over(self, way: str, nbytes: int, number: int, *, again: bool = False) -> Result:
+    def hand_over(
+        self, way: str, nbytes: int, number: int, *, again: bool = False, pause: bool = True
+    ) -> Result:
         """Have one item handed over.
 
         Raises:
             WayFailed: it did not arrive, or not as it was sent.
         """
-        return self._order(Order(way, nbytes, number, again))
+        return self._order(Order(way, nbytes, number, again, pause))
 
     def pause(self) -> None:
         for pid in self.pids:

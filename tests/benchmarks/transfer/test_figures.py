@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.metrics import Metric
 from benchmarks.transfer.endpoint import Result
-from benchmarks.transfer.figures import AGAIN, FIRST, SIZES, Figures, wanted
+from benchmarks.transfer.figures import AFTER_PAUSE, AGAIN, FIRST, SIZES, Figures, wanted
 
 WAYS = ("memcpy", "shm", "nixl", "vllm_ipc", "raw_nixl", "dynamo_shm", "dynamo_nixl")
 
@@ -30,6 +30,7 @@ def figures() -> Figures:
                 figures.results[way, mib, FIRST].append(result)
         for way in ("shm", "nixl"):
             figures.results[way, mib, AGAIN] += [usable_after(0.1 + mib / 1280)] * 3
+            figures.results[way, mib, AFTER_PAUSE] += [usable_after(0.4 + mib / 1280)] * 3
     return figures
 
 
@@ -47,6 +48,8 @@ def by_name(figures: Figures) -> dict[str, Metric]:
         ("shm_speedup_over_vllm_ipc_8mib", 2.5, True),
         ("nixl_over_raw_8mib", 2.0, False),
         ("nixl_repeat_ms", 0.2, True),
+        ("shm_repeat_after_pause_ms", 0.5, None),
+        ("nixl_repeat_after_pause_ms", 0.5, None),
         ("nixl_idle_cores", 0.25, False),
         ("nixl_speedup_over_dynamo_8mib", 8.0, True),
         ("identity_hash_ms_8mib", 0.5, None),
