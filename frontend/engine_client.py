@@ -254,7 +254,6 @@ class RoutedEngineClient(AdminCalls):
                 facts.root_hash,
                 facts.drops_last_matched_block,
             )
-            self.requests.own_logits_processors = facts.own_logits_processors
             self.router.images.capacity_tokens = facts.encoder_cache_tokens
             self.log.block_size = facts.block_size
             self._learn(facts)

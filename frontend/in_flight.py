@@ -68,8 +68,6 @@ class InFlight:
         """
         self.hasher: RequestHasher | None = None
         """Set once the first worker has said how its engine hashes."""
-        self.own_logits_processors = False
-        """Whether workers have such that are not vLLM's own; set likewise."""
         self._router = router
         self._metrics = metrics
         self._log = log
@@ -278,7 +276,7 @@ class InFlight:
         if sent.answered:
             try:
                 sent.resumption = resume(
-                    sent.request, sent.answered, self.own_logits_processors
+                    sent.request, sent.answered, self.pool.own_logits_processors()
                 )
             except CannotResume as reason:
                 return str(reason)

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -111,6 +112,10 @@ class WorkerPool:
         return [
             w for w in self._workers.values() if w.ready and w.encodes and not w.draining
         ]
+
+    def own_logits_processors(self) -> bool:
+        """Whether any worker has logits processors that are not vLLM's own."""
+        return any(w.facts and w.facts.own_logits_processors for w in self.workers)
 
     async def wait_until_ready(self, timeout: float) -> bool:
         """Wait for a ready worker, at most ``timeout`` seconds."""
@@ -330,21 +335,25 @@ class WorkerPool:
         if worker.process_watch is not None:
             worker.process_watch.close()
             worker.process_watch = None
-        process, record = worker.process, worker.record
+        process = worker.process
         if process is None or not process.is_local():
             return
+        # As of now: a successor may have its place by the time that the end is heard of.
+        bury = partial(self._bury, worker, worker.name, worker.epoch, worker.record)
 
         def ended() -> None:
-            self._spawn(self._bury(worker, record), "end of a worker")
+            self._spawn(bury(), "end of a worker")
 
         worker.process_watch = watch_process(process.pid, process.start_time, ended)
 
-    async def _bury(self, worker: Worker, record: WorkerRecord | None) -> None:
+    async def _bury(
+        self, worker: Worker, name: str, epoch: str, record: WorkerRecord | None
+    ) -> None:
         """Lose a worker whose process has ended, once what it still said has come in."""
-        name, epoch = worker.name, worker.epoch
-        worker.ready = False
-        self._note_readiness()
-        await asyncio.sleep(LAST_WORDS_SECONDS)
+        if worker.epoch == epoch:
+            worker.ready = False
+            self._note_readiness()
+            await asyncio.sleep(LAST_WORDS_SECONDS)
         if worker.epoch == epoch:  # else it is lost, or another has taken its place
             self._lose_heard(worker, "has died")
         self._events.on_gone(name)
@@ -417,6 +426,7 @@ class WorkerPool:
 
 MAY_DIFFER = frozenset({
     "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "role",
+    "own_logits_processors",
 })
 """Facts in which workers of one fleet need not agree."""
 

@@ -86,7 +86,9 @@ def plan(item: MultiModalKwargsItem) -> ItemPlan | None:
         tensors.append(TensorSpec(_DTYPE_NAMES[data.dtype], tuple(data.shape), offset))
         return len(tensors) - 1
 
-    for key, elem in item.data.items():
+    # By name, as identities are made: vLLM's order differs from process to process, and one
+    # that finds the entry of another combines it with its own plan.
+    for key, elem in sorted(item.data.items()):
         if _is_worth_moving(elem):
             fields[key] = place(elem.data)
     return ItemPlan(end, tuple(tensors), fields) if fields else None

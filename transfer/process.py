@@ -30,7 +30,11 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_dead(self) -> bool:
         """Whether it is known to be gone; False where that cannot be told."""
-        return self.is_local() and not is_alive(self.pid, self.start_time)
+        return (
+            self.is_local()
+            and not is_alive(self.pid, self.start_time)
+            and not is_hidden(self.pid)
+        )
 
 
 def this_process() -> Process:
@@ -42,12 +46,14 @@ def this_process() -> Process:
 def process_start_time(pid: int) -> int | None:
     """Return when ``pid`` started, in clock ticks since boot; None when it is not alive.
 
+    None, too, if /proc hides it (``is_hidden``).
+
     A process id is used again; together with its start time it names one process. A
     zombie counts as dead: it has no memory left.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The command name, in parentheses, may itself hold spaces and parentheses.
     fields = stat[stat.rindex(b")") + 1 :].split()
@@ -59,6 +65,22 @@ def process_start_time(pid: int) -> int | None:
 def is_alive(pid: int, start_time: int) -> bool:
     """Tell whether the process that started then under this id still runs."""
     return process_start_time(pid) == start_time
+
+
+def is_hidden(pid: int) -> bool:
+    """Tell whether there is a process of another user here that /proc says nothing of.
+
+    So it is where /proc is mounted with ``hidepid``.
+    """
+    if process_start_time(pid) is not None:
+        return False
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        pass
+    return False
 
 
 def wants_to_run(pid: int) -> bool:

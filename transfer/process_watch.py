@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from transfer.process import is_alive
+from transfer.process import is_alive, is_hidden
 
 
 class ProcessWatch:
@@ -44,7 +44,8 @@ def watch_process(
         return None
     except OSError:
         return None
-    if not is_alive(pid, start_time):  # the number belongs to another process now
+    # The number may belong to another process now.
+    if not is_alive(pid, start_time) and not is_hidden(pid):
         os.close(pidfd)
         asyncio.get_running_loop().call_soon(ended)
         return None

@@ -131,7 +131,12 @@ def facts_of(
             config.speculative_config and config.speculative_config.use_eagle_block_drop()
         ),
         "own_logits_processors": bool(
-            config.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP)
+            # With speculative decoding vLLM loads no plugins, and refuses the flag.
+            not config.speculative_config
+            and (
+                config.model_config.logits_processors
+                or entry_points(group=LOGITSPROCS_GROUP)
+            )
         ),
     }
     return msgspec.convert(facts, WorkerFacts)

@@ -63,7 +63,8 @@ def _colours_apart(tensor: torch.Tensor) -> torch.Tensor:
     outer = zip(tensor.shape, strides, strict=True)
     pixels = sum((n - 1) * s // colours for n, s in outer if s != 1) + 1
     together = tensor.as_strided((colours, pixels), (1, colours))
-    apart = torch.from_numpy(np.ascontiguousarray(together.numpy()))
+    bytewise = together.view(torch.uint8).numpy()  # NumPy does not know all of torch's types
+    apart = torch.from_numpy(np.ascontiguousarray(bytewise)).view(tensor.dtype)
     return apart.as_strided(
         tensor.shape, [pixels if s == 1 else s // colours for s in strides]
     )

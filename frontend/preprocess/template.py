@@ -36,6 +36,9 @@ from transfer.errors import BadMessage
 from transfer.identity import IdentityHasher
 from transfer.parent_death import die_with_parent
 
+NICENESS = 5
+"""Preprocess processes leave the processors to whoever answers requests."""
+
 SETUP_BYTES = 1 << 20
 """The longest setup message: command lines are shorter."""
 
@@ -82,6 +85,7 @@ def run(control: socket.socket, load: Load) -> None:
     except Exception as error:  # told to the frontend, which goes on without
         control.sendall(encode(SetupFailed(f"{type(error).__name__}: {error}")))
         return
+    os.nice(NICENESS)  # from here on: nothing is ready before this has loaded
     gc.collect()
     gc.freeze()  # or else the collector would write to, and so copy, every shared page
     control.sendall(encode(TemplateReady()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -156,6 +157,41 @@ async def test_what_a_worker_held_is_free_when_its_successor_is_heard_of_first(
         async with FakeWorker(elsewhere, "worker-2", address=f"ipc://{elsewhere.path}/w"):
             await fleet.until_ready("worker-2")
             assert not len(fleet.client.requests.parked)
+
+
+async def test_workers_need_not_agree_on_logits_processors(registry: Registry) -> None:
+    """One that only encodes has none. What any has counts for all."""
+    encoder = FakeWorker(registry, "encoder", facts=make_facts(role="encode"))
+    async with encoder, Fleet(registry) as fleet:
+        await eventually(lambda: fleet.pool.encode_workers())
+        assert not fleet.pool.own_logits_processors()
+        await fleet.start("generator", facts=make_facts(own_logits_processors=True))
+        assert fleet.pool.own_logits_processors()
+
+
+async def test_the_end_of_a_process_costs_its_successor_nothing(
+    registry: Registry, other_process: subprocess.Popen[bytes]
+) -> None:
+    """Though it is heard of when that one is here."""
+    start_time = process_start_time(other_process.pid)
+    assert start_time is not None
+    elsewhere = Registry(registry.path.parent, "elsewhere")
+    address = f"ipc://{elsewhere.path}/w"
+    process = (other_process.pid, start_time)
+    async with Fleet(registry, addresses=[address]) as fleet:
+        async with FakeWorker(elsewhere, address=address, process=process):
+            await fleet.until_ready("worker-1")
+            (seen,) = fleet.pool.workers
+            assert seen.process_watch is not None
+            tell = seen.process_watch._ended
+        async with FakeWorker(elsewhere, "worker-2", address=address, epoch="epoch-2"):
+            await fleet.until_ready("worker-2")
+            epoch = seen.epoch
+            tell()
+            burials = [t for t in fleet.pool._tasks if t.get_name() == "end of a worker"]
+            assert burials
+            await within(asyncio.gather(*burials))
+            assert seen.ready and seen.epoch == epoch
 
 
 @pytest.mark.parametrize("notice", ["connection", "process"])

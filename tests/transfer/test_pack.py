@@ -346,3 +346,11 @@ def test_a_reference_moves_to_another_entry_with_the_same_bytes() -> None:
     assert same(resolved(moved, memory)["pixel_values"].data, item["pixel_values"].data)
     with pytest.raises(BadMessage, match="known here with 64"):
         pack.move_reference(packed, entry_of(64))
+
+
+def test_the_layout_does_not_depend_on_the_order_of_the_fields() -> None:
+    """Which differs between processes, as vLLM collects the names in a set."""
+    pixels, mask = elem(torch.full((4096,), 7)), elem(torch.full((2048,), 1))
+    one = pack.plan(MultiModalKwargsItem({"pixel_values": pixels, "pixel_mask": mask}))
+    other = pack.plan(MultiModalKwargsItem({"pixel_mask": mask, "pixel_values": pixels}))
+    assert one == other is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fakes import within
-from transfer.process import process_start_time
+from transfer import process as process_module
+from transfer.process import Process, process_start_time, same_host_key
 from transfer.process_watch import watch_process
 
 pytestmark = pytest.mark.anyio
@@ -62,6 +64,25 @@ async def test_a_process_that_is_gone_is_told_of_soon(other: subprocess.Popen[by
     assert watch_process(other.pid, start_time, ended.set) is None
     assert not ended.is_set()
     await within(ended.wait())
+
+
+async def test_the_end_of_a_process_that_is_hidden_is_told_of(
+    other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_time = start_of(other)
+    monkeypatch.setattr(process_module, "process_start_time", lambda _: None)
+    monkeypatch.setattr(os, "kill", refuse)
+    ended = asyncio.Event()
+    watch = watch_process(other.pid, start_time, ended.set)
+    assert watch is not None
+    assert not Process(pid=other.pid, start_time=start_time, host=same_host_key()).is_dead()
+    monkeypatch.undo()
+    other.kill()
+    await within(ended.wait())
+
+
+def refuse(*_: int) -> None:
+    raise PermissionError
 
 
 async def test_another_process_of_the_same_id_counts_as_gone(

@@ -21,6 +21,7 @@ from frontend.preprocess.messages import Media, Setup, Work
 from frontend.preprocess.metrics import PreprocessMetrics
 from frontend.preprocess.pool import PoolSettings, PreprocessPool, default_workers
 from frontend.preprocess.processes import NoProcesses, PreprocessProcess, Template
+from frontend.preprocess.template import NICENESS
 from tests.fakes import HASHER, eventually, within
 from tests.frontend.preprocess.fake_template import MODEL, UPDATES, item_of
 from transfer import pack
@@ -392,6 +393,13 @@ async def test_memory_does_not_grow(make_pool: MakePool) -> None:
     await ask(range(100, 600))
     assert _rss(os.getpid()) - ours < 8 << 20
     assert _rss(_pid(pool)) - theirs < 8 << 20
+
+
+async def test_processes_leave_the_processors_to_the_frontend(make_pool: MakePool) -> None:
+    pool = await make_pool()
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    theirs = os.getpriority(os.PRIO_PROCESS, _pid(pool))
+    assert theirs == min(ours + NICENESS, 19)
 
 
 @pytest.mark.parametrize(
