@@ -35,6 +35,7 @@ from vllm.entrypoints.launchers.api_server import entry
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.renderers import base as renderers_base
+from vllm.renderers.chat_utils import BaseMultiModalItemTracker
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.async_utils import make_async
@@ -55,6 +56,7 @@ from frontend.media.lazy_image import ImageUnreadable
 from frontend.placeholder_checks import check_placeholders, image_token_of
 from frontend.receipt import ReceiptMiddleware
 from frontend.segment_tokenizer import SHORTEST_TEXT, segment_tokenizer
+from frontend.spared_work import ask_nothing_about_no_items, one_processor_for_chats
 from frontend.tracing import TracingMiddleware
 from transfer.messages import WorkerFacts
 
@@ -186,6 +188,8 @@ def make_llm(
     _name_what_is_wrong(llm.renderer, image_token_of(config.model_config.hf_config))
     _check_embeddings(llm.renderer, limits_of(config.model_config))
     _reuse_tokenization(llm.renderer)
+    if llm.renderer.mm_processor is not None:
+        ask_nothing_about_no_items(llm.renderer.mm_processor)
     return llm
 
 
@@ -280,7 +284,7 @@ def our_app(
 ) -> Iterator[None]:
     """Within, the app that vLLM builds has our routes, response headers and admission.
 
-    And its bodies are parsed by ``json_body``.
+    And its bodies are parsed by ``json_body``, and its chats share a processor.
 
     Our routes come before vLLM's. ``drain`` will let it finish its responses. ``traced``:
     requests get OpenTelemetry spans.
@@ -304,7 +308,11 @@ def our_app(
         app.router.routes[:] = [*ours, *theirs]
         return app
 
-    with _replaced(entry, "build_app", build_app), _replaced(Request, "json", json_of):
+    with (
+        _replaced(entry, "build_app", build_app),
+        _replaced(Request, "json", json_of),
+        _replaced(BaseMultiModalItemTracker, "mm_processor", one_processor_for_chats()),
+    ):
         yield
 
 

@@ -6,12 +6,13 @@ then what it makes of each member, so here it is called once for all token ids o
 and what it returns is cut where the blocks end. The bytes that are hashed are the same.
 
 Because routing stands on equal hashes, ``block_hasher`` compares the two on prompts made
-for that, once, and gives vLLM's own where they differ. Extra keys come from vLLM's function
-in any case; it is called only for the blocks that can have keys of their own.
+for that, once, and gives vLLM's own where they differ. Extra keys come from vLLM's function,
+which is called only for the blocks that can have keys of their own, and not where all of a
+block and the token behind it belong to one image: its key is then the only one.
 
 vLLM names relied on: utils.hashing.get_hash_fn_by_name;
 v1.core.kv_cache_utils.get_request_block_hasher, generate_block_hash_extra_keys, NONE_HASH;
-v1.request.Request (all_token_ids, block_hashes, mm_features, prompt_embeds).
+v1.request.Request (all_token_ids, block_hashes, lora_request, mm_features, prompt_embeds).
 """
 
 from __future__ import annotations
@@ -136,11 +137,17 @@ class CborBlockHasher:
         extras = [_dumps(keys)] * num_blocks
         images: dict[tuple[str, str], bytes] = {}
         item = 0
+        begin, end, head = 0, 0, b""  # of the image that vLLM's function would look at next
         for block in sorted(own):
+            start = block * size
+            if begin <= start and start + size < end:
+                extras[block] = head + _integer(begin - start)
+                continue
             keys, item = kv_cache_utils.generate_block_hash_extra_keys(
-                request, block * size, (block + 1) * size, item
+                request, start, start + size, item
             )
             extras[block] = _serialized(keys, images)
+            begin, end, head = _alone_in_blocks(request, item, images)
         return extras
 
 
@@ -171,10 +178,32 @@ def _serialized(keys: tuple[Any, ...] | None, images: dict[tuple[str, str], byte
     if keys is None or len(keys) != 1 or len(keys[0]) != 3 or type(keys[0][2]) is not int:
         return _dumps(keys)
     kind, identifier, offset = keys[0]
+    return _head(kind, identifier, images) + _integer(offset)
+
+
+def _head(kind: str, identifier: str, images: dict[tuple[str, str], bytes]) -> bytes:
+    """What comes before the offset in the serialized key of an image."""
     head = images.get((kind, identifier))
     if head is None:
         head = images[kind, identifier] = _dumps(((kind, identifier, 0),))[:-1]
-    return head + _integer(offset)
+    return head
+
+
+def _alone_in_blocks(
+    request: Request, item: int, images: dict[tuple[str, str], bytes]
+) -> tuple[int, int, bytes]:
+    """Return from which token to which nothing but image ``item`` makes extra keys.
+
+    And the head of its keys. Those are blocks that end before the image does: vLLM looks at
+    no other image then. With an adapter, which makes a key of its own, there are none.
+    """
+    if request.lora_request is not None or item >= len(request.mm_features):
+        return 0, 0, b""
+    image, last = request.mm_features[item], request.mm_features[-1].mm_position
+    begin, length = image.mm_position.offset, image.mm_position.length
+    # Images may overlap: behind the end of the last one vLLM looks at none.
+    end = min(begin + length, last.offset + last.length)
+    return begin, end, _head("mm", image.identifier, images)
 
 
 def _samples(block_size: int) -> list[Request]:

@@ -6,12 +6,14 @@ import ast
 import inspect
 import re
 from dataclasses import fields
+from functools import cached_property
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from transformers import BatchFeature
 from vllm import connections, entrypoints
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.config.ec_transfer import ECTransferConfig
@@ -25,7 +27,9 @@ from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import (
     MultiModalFeatureSpec,
+    MultiModalFieldConfig,
     MultiModalFieldElem,
+    MultiModalKwargsItems,
     PlaceholderRange,
 )
 from vllm.multimodal.media import MediaConnector
@@ -132,6 +136,30 @@ def test_a_request_is_processed_by_one_call_of_the_processor() -> None:
     source = source_of(renderers_base.BaseRenderer._process_multimodal)
     assert "mm_processor = self.get_mm_processor()" in source
     assert "mm_processor.apply(" in source
+
+
+def test_what_belongs_to_no_items_is_looked_up_by_lacking_item() -> None:
+    fields = {"pixels": MultiModalFieldConfig.batched("image")}
+    assert MultiModalKwargsItems.from_hf_inputs(BatchFeature(), fields) == {}
+    base = processor.BaseMultiModalProcessor
+    for process in (base._cached_apply_hf_processor, base._apply_hf_processor):
+        source = source_of(process)
+        assert source.count("self._get_mm_fields_config(") == 1
+        assert source.count("self._get_mm_prompt_updates(") == 1
+        assert re.search(r"from_hf_inputs\(\s+\w+,\s+self._get_mm_fields_config\(", source)
+    assert "mm_missing_prompt_updates.get(modality, [])" in source_of(base._merge_mm_kwargs)
+    models = Path(inspect.getfile(processor)).parents[2] / "model_executor" / "models"
+    names = re.compile(
+        "def (_get_mm_prompt_updates|_bind_and_group_updates|_merge_mm_kwargs)\\("
+    )
+    overriding = [path.name for path in models.rglob("*.py") if names.search(path.read_text())]
+    assert overriding == [], "frontend/spared_work.py: models do this in their own way now"
+
+
+def test_chats_make_a_processor_of_the_models_configuration() -> None:
+    made = chat_utils.BaseMultiModalItemTracker.__dict__["mm_processor"]
+    assert isinstance(made, cached_property)
+    assert "self.mm_registry.create_processor(self.model_config)" in source_of(made.func)
 
 
 def test_prompts_are_tokenized_by_one_method() -> None:
