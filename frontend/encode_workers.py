@@ -1,10 +1,12 @@
 """Images that nobody has encoded go to the workers that only encode.
 
 Such a worker runs the vision encoder and leaves what it puts out in its host's cache,
-where the workers that generate find it. So a request waits, with its images encoded side
-by side, and is routed when they are; a worker of that host then costs least. An image is
-encoded once, however many requests wait for it. Where no encode worker can help, or none
-answers in time, the image is encoded where the request goes, as without them.
+where the workers that generate find it. Where it has none of those on its host, what it
+puts out is moved to the host of the worker that the request would go to. So a request
+waits, with its images encoded side by side, and is routed when they are; a worker of that
+host then costs least. An image is encoded once, however many requests wait for it. Where
+no encode worker can help, or none answers in time, the image is encoded where the request
+goes, as without them.
 
 vLLM names relied on: EngineCoreRequest, SamplingParams; MultiModalFeatureSpec.mm_position,
 PlaceholderRange.offset; EngineCoreOutputs, FinishReason.
@@ -22,6 +24,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason
 
+from frontend.embedding_moves import EmbeddingMoves
 from frontend.router.block_hashes import RequestBlocks
 from frontend.router.router import Router
 from frontend.worker import Worker
@@ -47,6 +50,10 @@ class _Job:
     """Whether somebody has waited for it in vain."""
 
 
+_Wait = tuple[_Job | None, asyncio.Future[bool]]
+"""An image's job at an encode worker, if it needed one, and what is waited for."""
+
+
 class EncodeWorkers:
     """The images that encode workers have in hand. Used on one event loop."""
 
@@ -54,6 +61,7 @@ class EncodeWorkers:
         self,
         router: Router,
         send: Callable[[EngineCoreRequest, Worker, bool], None],
+        moves: EmbeddingMoves,
         count: Callable[[str], None],
         seconds: float = ENCODE_SECONDS,
     ) -> None:
@@ -62,11 +70,17 @@ class EncodeWorkers:
         """
         self._router = router
         self._send = send
+        self._moves = moves
         self._count = count
         self._seconds = seconds
         self._jobs: dict[str, _Job] = {}
         self._by_image: dict[tuple[str, str], _Job] = {}
         """By shared cache and identifier."""
+        self._deliveries: dict[tuple[str, str], _Wait] = {}
+        """To other hosts, by shared cache there and identifier; the encoding included."""
+        self._coming: dict[str, int] = {}
+        """Tokens of the prompts that wait for deliveries, by the worker they are meant
+        for: it has not been charged for them yet."""
 
     def __len__(self) -> int:
         """Count the images in hand."""
@@ -77,33 +91,38 @@ class EncodeWorkers:
         request: EngineCoreRequest,
         blocks: RequestBlocks,
         encoders: Sequence[Worker],
-        generators: Sequence[str],
+        generators: Sequence[Worker],
     ) -> None:
         """Have the images of ``request`` that nobody holds encoded; return when they are.
 
-        Only ``encoders`` that share a cache with one of ``generators`` are of use.
+        Of use are the ``encoders`` that share a cache with one of ``generators``; if there
+        are none, those whose output can be moved to one.
         """
+        unheld = self._router.unheld_images(blocks, [worker.name for worker in generators])
+        features = [
+            feature
+            for feature in request.mm_features or ()
+            if feature.identifier in unheld and IDENTIFIER.fullmatch(feature.identifier)
+        ]
+        if not features or request.prompt_token_ids is None:
+            return
         images = self._router.images
-        caches = {images.cache_of(worker) for worker in generators} - {""}
+        caches = {images.cache_of(worker.name) for worker in generators} - {""}
         # One that hangs must not cost every request its patience.
         hanging = {job.worker.name for job in self._jobs.values() if job.overdue}
-        useful = [
-            worker
-            for worker in encoders
-            if images.cache_of(worker.name) in caches and worker.name not in hanging
-        ]
-        if not useful or request.prompt_token_ids is None:
-            return
-        unheld = self._router.unheld_images(blocks, generators)
-        jobs: list[_Job] = []
-        for feature in request.mm_features or ():
-            if feature.identifier in unheld and IDENTIFIER.fullmatch(feature.identifier):
-                jobs.append(self._job(request, feature, useful))
-        if jobs:
-            # Shielded by wait: who gives up must not end what others wait for.
-            await asyncio.wait([job.done for job in jobs], timeout=self._seconds)
-            for job in jobs:
-                job.overdue = not job.done.done()
+        awake = [worker for worker in encoders if worker.name not in hanging]
+        if near := [worker for worker in awake if images.cache_of(worker.name) in caches]:
+            jobs = [self._job(request, feature, near) for feature in features]
+            await self._wait([(job, job.done) for job in jobs])
+        elif far := self._across_hosts(blocks, awake, generators):
+            target, sources = far
+            self._coming[target.name] = self._coming.get(target.name, 0) + blocks.num_tokens
+            try:
+                await self._wait([self._bring(request, f, sources, target) for f in features])
+            finally:
+                self._coming[target.name] -= blocks.num_tokens
+                if not self._coming[target.name]:
+                    del self._coming[target.name]
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Take over what an encode worker has done."""
@@ -125,6 +144,7 @@ class EncodeWorkers:
 
         Returns what it had; it may still be reading the tensors.
         """
+        self._moves.on_lost(worker)
         lost = [job for job in self._jobs.values() if job.worker is worker]
         for job in lost:
             self._end(job, encoded=False)
@@ -133,6 +153,63 @@ class EncodeWorkers:
     def close(self) -> None:
         for job in list(self._jobs.values()):
             self._end(job, encoded=False)
+        for _, delivery in self._deliveries.values():
+            delivery.cancel()
+
+    async def _wait(self, work: Sequence[_Wait]) -> None:
+        """Wait for images, but not for ever, and note whose encoding was not done then."""
+        # Shielded by wait: who gives up must not end what others wait for.
+        await asyncio.wait([done for _, done in work], timeout=self._seconds)
+        for job, _ in work:
+            if job is not None:
+                job.overdue = not job.done.done()
+
+    def _across_hosts(
+        self, blocks: RequestBlocks, encoders: Sequence[Worker], generators: Sequence[Worker]
+    ) -> tuple[Worker, list[Worker]] | None:
+        """The worker that a request had best go to, and whose outputs can be moved there."""
+        helped = {
+            generator.name: (generator, sources)
+            for generator in generators
+            if (sources := [w for w in encoders if self._moves.may_help(w, generator)])
+        }
+        if not helped:
+            return None
+        costs = self._router.costs(blocks, list(helped))
+        return helped[min(costs, key=lambda name: costs[name] + self._coming.get(name, 0))]
+
+    def _bring(
+        self,
+        request: EngineCoreRequest,
+        feature: MultiModalFeatureSpec,
+        sources: Sequence[Worker],
+        target: Worker,
+    ) -> _Wait:
+        """Have an image encoded by one of ``sources`` and its output moved to ``target``."""
+        images, identifier = self._router.images, feature.identifier
+        wanted = (images.cache_of(target.name), identifier)
+        if (known := self._deliveries.get(wanted)) is not None:
+            return known
+        job: _Job | None = None
+        source = next((w for w in sources if images.is_held(identifier, [w.name])), None)
+        if source is None:
+            job = self._job(request, feature, sources)
+            source = job.worker
+        delivery = asyncio.create_task(
+            self._deliver(job, identifier, source, target), name="delivery of an output"
+        )
+        self._deliveries[wanted] = (job, delivery)
+        delivery.add_done_callback(lambda _: self._deliveries.pop(wanted))
+        return job, delivery
+
+    async def _deliver(
+        self, job: _Job | None, identifier: str, source: Worker, target: Worker
+    ) -> bool:
+        if job is not None:
+            await asyncio.wait([job.done])  # as long as the encode worker lives
+            if not job.done.result():
+                return False
+        return await self._moves.move(identifier, source, target)
 
     def _job(
         self,

@@ -27,6 +27,7 @@ from frontend.adapters import name_adapter
 from frontend.admin_calls import AdminCalls
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.embedding_checks import EmbeddingLimits
+from frontend.embedding_moves import EmbeddingMoves
 from frontend.encode_workers import EncodeWorkers
 from frontend.in_flight import InFlight
 from frontend.index_sweeper import IndexSweeper
@@ -46,6 +47,8 @@ from transfer.messages import (
     AddRequest,
     AskSnapshot,
     CallResult,
+    EmbeddingExported,
+    EmbeddingPulled,
     Frame,
     KvDelta,
     KvSnapshot,
@@ -94,7 +97,10 @@ class RoutedEngineClient(AdminCalls):
             router, metrics, self.log, arena, self._outputs, worker_wait_timeout,
             migration_limit,
         )
-        self._encoders = EncodeWorkers(router, self._send_to_encode, metrics.count_encode_job)
+        self._moves = EmbeddingMoves(router.images, metrics.count_embedding_move)
+        self._encoders = EncodeWorkers(
+            router, self._send_to_encode, self._moves, metrics.count_encode_job
+        )
         self._pool: WorkerPool | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._learn: Callable[[WorkerFacts], None] = lambda _: None
@@ -187,7 +193,7 @@ class RoutedEngineClient(AdminCalls):
         """
         encoders = self.pool.encode_workers()
         if encoders and request.mm_features and self.requests.hasher is not None:
-            generators = list(self.pool.ready_workers())
+            generators = self.callable_workers()
             blocks = self.requests.hasher.hash(request)
             await self._encoders.encode(request, blocks, encoders, generators)
             return blocks
@@ -276,7 +282,7 @@ class RoutedEngineClient(AdminCalls):
 
     def on_message(self, worker: Worker, message: Message, payload: Sequence[Frame]) -> None:
         if worker.encodes:
-            self._on_encode_worker(message, payload)
+            self._on_encode_worker(worker, message, payload)
             return
         match message:
             case Outputs():
@@ -295,15 +301,21 @@ class RoutedEngineClient(AdminCalls):
                 self._ask_if(missed, worker)
             case CallResult():
                 self.on_result(message, payload)
+            case EmbeddingPulled():
+                self._moves.on_message(worker, message)
             case _:
                 logger.warning("%s sent %s", worker.name, type(message).__name__)
 
-    def _on_encode_worker(self, message: Message, payload: Sequence[Frame]) -> None:
+    def _on_encode_worker(
+        self, worker: Worker, message: Message, payload: Sequence[Frame]
+    ) -> None:
         match message:
             case Outputs():
                 self._encoders.on_outputs(decode_outputs(payload))
             case TensorsMissing():
                 self._encoders.on_missing(message.request_id)
+            case EmbeddingExported():
+                self._moves.on_message(worker, message)
 
     def on_delta(self, worker: Worker, delta: KvDelta) -> None:
         if delta.at:

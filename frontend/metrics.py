@@ -55,6 +55,10 @@ class FrontendMetrics:
             "the worker or its host held the encoder's output.", "held",
         )
         self._encode_jobs = counter("encode_jobs", "Images sent to encode workers.", "outcome")
+        self._embedding_moves = counter(
+            "embedding_moves", "Encoder outputs moved from encode workers to other hosts.",
+            "outcome",
+        )
         self._prompt = counter("prompt_blocks", "Full blocks of routed prompts.")
         self._prompt_tokens = counter(
             "prompt_tokens", "Prompt tokens of requests that have a first token.", "worker"
@@ -122,6 +126,10 @@ class FrontendMetrics:
     def count_encode_job(self, outcome: str) -> None:
         """``outcome``: ``encoded`` or ``failed``."""
         self._encode_jobs.labels(outcome).inc()
+
+    def count_embedding_move(self, outcome: str) -> None:
+        """``outcome``: ``moved`` or ``failed``."""
+        self._embedding_moves.labels(outcome).inc()
 
     def answered(
         self,

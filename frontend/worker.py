@@ -61,6 +61,8 @@ class Worker:
         self.epoch = ""
         self.transfer = "inline"
         self.transfer_reason = ""
+        self.nixl = False
+        """Whether it works with NIXL, and this deployment allows it."""
         self.last_heard = time.monotonic()
         self.greetings = 0
         """Sent since it was heard last."""

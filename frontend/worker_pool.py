@@ -294,6 +294,7 @@ class WorkerPool:
         self._agreed = self._agreed or ready.facts
         worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
         worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
+        worker.nixl = ready.nixl and self._hello.transfer in ("auto", "nixl")
         worker.kv, worker.process = kv, ready.process
         self._watch_process(worker)
         worker.tasks += [

@@ -48,6 +48,7 @@ from transfer.process import Process, this_process
 from transfer.registry import Registry, WorkerRecord
 from workers.arena_worker import ArenaReader
 from workers.embedding_cache import HostEmbeddings
+from workers.embedding_exports import exports_of
 from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 from workers.inbox import Inbox
@@ -321,7 +322,8 @@ class FakeWorker:
             self.frontends,
             self.outbox,
             self.nixl,
-            embeddings,
+            embeddings if self.facts.role == "generate" else None,
+            exports_of(embeddings, self.facts, cache_gib),
         )
         self.load = LoadReporter(
             self.kv_publisher,
@@ -394,6 +396,7 @@ class FakeWorker:
         self._tasks.clear()
         if self._context.closed:
             return
+        await self.inbox.close()
         await self.nixl.close()
         self.link.close()
         self.kv_publisher.close()

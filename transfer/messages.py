@@ -30,9 +30,9 @@ from transfer.encoded_item import EncodedItem
 from transfer.errors import BadMessage
 from transfer.pack import is_packed
 from transfer.process import Process
-from transfer.tensor_ref import ArenaId, RemoteArena
+from transfer.tensor_ref import ArenaId, EntryRef, RemoteArena
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Frame = bytes | bytearray | memoryview
 
@@ -203,6 +203,54 @@ class Pulling(msgspec.Struct, tag=True):
     """How long the pulls took, added up; they may overlap."""
 
 
+class EmbeddingOffer(msgspec.Struct, frozen=True, array_like=True):
+    """An encoder's output as a worker on another host can read it, by NIXL."""
+
+    arena: RemoteArena
+    entry: EntryRef
+    """Holds the bytes of the output's file in its host's cache."""
+
+
+class ExportEmbedding(msgspec.Struct, tag=True):
+    """Asks an encode worker to make an output readable for workers of other hosts.
+
+    Answered by ``EmbeddingExported``. It stays in place until ``ReleaseEmbedding``, or for
+    a bounded time.
+    """
+
+    move_id: Count
+    """Chosen by the frontend that has the output moved, and never chosen again by it."""
+    identifier: str
+
+
+class EmbeddingExported(msgspec.Struct, tag=True):
+    move_id: Count
+    offer: EmbeddingOffer | None = None
+    error: str = ""
+    """Why there is none."""
+
+
+class PullEmbedding(msgspec.Struct, tag=True):
+    """Asks a worker to read an output into its host's cache. Answered by
+    ``EmbeddingPulled``."""
+
+    move_id: Count
+    identifier: str
+    offer: EmbeddingOffer
+
+
+class EmbeddingPulled(msgspec.Struct, tag=True):
+    move_id: Count
+    error: str = ""
+    """Why the output is not there; empty when it is."""
+
+
+class ReleaseEmbedding(msgspec.Struct, tag=True):
+    """What was exported under this number is not read any more."""
+
+    move_id: Count
+
+
 class AskSnapshot(msgspec.Struct, tag=True):
     """Asks for ``KvSnapshot``."""
 
@@ -283,7 +331,8 @@ class LoadReport(msgspec.Struct, tag=True, kw_only=True):
     embedding_loads: int = 0
     """Encoder outputs that it took from its host's cache instead."""
     embedding_cache: str = ""
-    """Workers that say the same share one cache of encoder outputs; empty: it has none."""
+    """Workers that say the same share one cache of encoder outputs; empty: it has none.
+    What is before ``@`` names the model: where that is the same, outputs fit."""
     embeddings: list[str] | None = None
     """The identifiers in it, the most recently used last; None: not told this time."""
 
@@ -327,6 +376,11 @@ Message = (
     | NixlOffer
     | TransferChosen
     | Pulling
+    | ExportEmbedding
+    | EmbeddingExported
+    | PullEmbedding
+    | EmbeddingPulled
+    | ReleaseEmbedding
     | AskSnapshot
     | KvSnapshot
     | KvDelta

@@ -150,7 +150,7 @@ def _files_of(directory: Path) -> list[tuple[str, int, int]]:
 
 
 class HostEmbeddings:
-    """The cache as the worker process sees it. Used on one thread."""
+    """The cache as the worker process sees it. Used on one thread, but for ``keep``."""
 
     def __init__(self, home: EmbeddingHome, store: EmbeddingStore) -> None:
         self._home = home
@@ -186,6 +186,21 @@ class HostEmbeddings:
         if leases:
             request.mm_features = features
         return leases
+
+    def lease(self, identifier: str) -> EmbeddingLease | None:
+        """Lease an output if it is here."""
+        return self._store.lease(identifier)
+
+    def keep(self, identifier: str, entry: memoryview) -> bool:
+        """Keep an output of another host, given as the bytes of its file there.
+
+        Tells whether it is here now. May take a while; may be called on another thread.
+
+        Raises:
+            StaleRef: the bytes are not this output, or not of this model.
+            OSError: they cannot be written.
+        """
+        return self._store.save_entry(identifier, entry)
 
     def clear(self) -> None:
         """Forget all outputs, on this host: the weights may be others now."""

@@ -28,6 +28,7 @@ from transfer.messages import (
     Bye,
     Call,
     Draining,
+    ExportEmbedding,
     Frame,
     Hello,
     KvDelta,
@@ -36,13 +37,17 @@ from transfer.messages import (
     NixlOffer,
     Ping,
     Pong,
+    PullEmbedding,
     Ready,
     Refused,
+    ReleaseEmbedding,
     TensorsMissing,
     decode_request,
     encode_payload,
 )
 from workers.embedding_cache import HostEmbeddings
+from workers.embedding_exports import EmbeddingExports
+from workers.embedding_pulls import EmbeddingPulls
 from workers.engine_calls import EngineCalls
 from workers.engine_inputs import EngineInputs
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
@@ -71,7 +76,11 @@ class Inbox:
         outbox: Outbox,
         nixl: NixlTransfer,
         embeddings: HostEmbeddings | None = None,
+        exports: EmbeddingExports | None = None,
     ) -> None:
+        """``embeddings``: what the engine need not encode; ``exports``: what other hosts
+        may read of what it has encoded.
+        """
         self._ready = ready
         self._engine = engine
         self._inputs = inputs
@@ -82,6 +91,8 @@ class Inbox:
         self._outbox = outbox
         self._nixl = nixl
         self._embeddings = embeddings
+        self._exports = exports
+        self._pulls = EmbeddingPulls(nixl, embeddings) if embeddings is not None else None
         self._waiting = WaitingRequests(frontends, inputs, self._send_missing)
         self._calls = EngineCalls(
             engine, link, outbox, nixl, embeddings,
@@ -132,6 +143,13 @@ class Inbox:
                 logger.warning("frontend %s is silent: dropping it", name)
                 self._drop(name)
 
+    async def close(self) -> None:
+        """End what other hosts read from here, and what is read from them."""
+        if self._pulls is not None:
+            await self._pulls.close()
+        if self._exports is not None:
+            await self._exports.close()
+
     def begin_draining(self, seconds: float) -> None:
         """Tell every frontend that this worker will leave, in ``seconds`` at most.
 
@@ -156,6 +174,15 @@ class Inbox:
                 name = frontend.name
                 self._nixl.accept(
                     frontend, message.arena, lambda answer: self._link.send(name, answer)
+                )
+            case ExportEmbedding() if self._exports is not None:
+                self._start(self._hand_output_over(frontend.name, message, self._exports))
+            case ReleaseEmbedding() if self._exports is not None:
+                self._exports.release(frontend.name, message.move_id)
+            case PullEmbedding() if self._pulls is not None:
+                name = frontend.name
+                self._start(
+                    self._pulls.answer(message, lambda said: self._link.send(name, said))
                 )
             case AbortRequests():
                 self._waiting.cancel(frontend, message.request_ids)
@@ -217,6 +244,13 @@ class Inbox:
         if frontend.source is not None:
             as_it_came = False  # it may refer to this worker's arena now
         self._inputs.add(payload if as_it_came else encode_payload(request))
+
+    async def _hand_output_over(
+        self, name: str, asked: ExportEmbedding, exports: EmbeddingExports
+    ) -> None:
+        self._link.send(name, await exports.answer(name, asked))
+        if self._frontends.get(name) is None:  # it has gone meanwhile
+            exports.forget(name)
 
     def _send_missing(
         self, frontend: Frontend, request_id: str, part: int, reason: str
@@ -315,6 +349,8 @@ class Inbox:
         if frontend is not None:
             self._waiting.cancel(frontend, list(frontend.requests))
             self._nixl.forget(frontend)
+            if self._exports is not None:
+                self._exports.forget(name)
             left = self._frontends.disconnect(name)
             task = self._start(self._clean_up(frontend, left))
             self._leaving[name] = task

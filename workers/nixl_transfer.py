@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from transfer.arena import Arena
 from transfer.arena_file import sweep_dead_arenas
 from transfer.arena_layout import SHM
-from transfer.errors import ReadFailed
+from transfer.errors import NixlUnavailable, ReadFailed
 from transfer.messages import Pulling, TransferChosen
 from transfer.nixl.reader import ArenaReader
 from transfer.tensor_ref import RemoteArena
@@ -44,11 +44,10 @@ class NixlTransfer:
         attach: Callable[[str, bytes], Awaitable[str]],
     ) -> None:
         """``attach`` has the engine map an arena, and returns why it cannot, or nothing.
-
-        ``timeout``: seconds that anybody waits for a READ.
         """
         self._cache_gib = cache_gib
-        self._timeout = timeout
+        self.timeout = timeout
+        """Seconds that anybody waits for a READ."""
         self._attach = attach
         self._unusable = ""
         if cache_gib == 0:
@@ -67,6 +66,16 @@ class NixlTransfer:
         """Why this worker would not take an offer; empty when it would."""
         return self._unusable
 
+    async def reader(self) -> ArenaReader:
+        """What reads into this worker's arena; starts it with the first that asks.
+
+        Raises:
+            NixlUnavailable: NIXL does not work here.
+        """
+        if not await self._started() or self._reader is None:
+            raise NixlUnavailable(self._unusable or "this worker is leaving")
+        return self._reader
+
     def accept(self, frontend: Frontend, arena: RemoteArena, say: Say) -> None:
         """Take a frontend's offer; what comes of it is said by ``TransferChosen``."""
         self._end_connection(frontend.name)
@@ -84,7 +93,7 @@ class NixlTransfer:
         for name in list(self._connections):
             self._end_connection(name)
         if self._starting is not None:
-            await asyncio.wait([self._starting], timeout=self._timeout)
+            await asyncio.wait([self._starting], timeout=self.timeout)
         if self.cache is not None:
             logger.info("NIXL: %s", self.cache.counts)
         await self._unmake_cache()
@@ -125,9 +134,9 @@ class NixlTransfer:
 
     async def _outcome(self, connecting: asyncio.Task[None]) -> str:
         """Why a connection did not come about in time; empty when it did."""
-        await asyncio.wait([connecting], timeout=self._timeout)
+        await asyncio.wait([connecting], timeout=self.timeout)
         if not connecting.done():
-            return f"NIXL: no connection within {self._timeout:.1f} s"
+            return f"NIXL: no connection within {self.timeout:.1f} s"
         error = connecting.exception()
         return "" if error is None else str(error)
 
@@ -161,7 +170,7 @@ class NixlTransfer:
         arena = self._arena.id
         if problem := await self._attach(arena.name, arena.nonce):
             raise ReadFailed(f"the engine cannot map the worker's arena: {problem}")
-        self.cache = TensorCache(self._arena, self._reader, self._timeout)
+        self.cache = TensorCache(self._arena, self._reader, self.timeout)
 
     async def _unmake_cache(self) -> None:
         if self._reader is not None:

@@ -41,6 +41,7 @@ from transfer.process import this_process
 from transfer.registry import WorkerRecord
 from workers.draining import StopSignals, drain
 from workers.embedding_cache import HostEmbeddings, connector_config, open_embeddings
+from workers.embedding_exports import exports_of
 from workers.engine_args import engine_config, facts_of
 from workers.engine_inputs import EngineInputs
 from workers.engine_outputs import follow_engine
@@ -176,6 +177,7 @@ async def _serve(
         ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl,
         # An engine that only encodes is sent what is to be encoded.
         embeddings if settings.role == "generate" else None,
+        exports_of(embeddings, facts, settings.mm_worker_cache_gb),
     )
 
     load = LoadReporter(
@@ -226,6 +228,7 @@ async def _serve(
     for task in [stop, *work]:
         task.cancel()
     await asyncio.gather(stop, *work, return_exceptions=True)
+    await inbox.close()
     await nixl.close()
     link.close()
     kv_publisher.close()

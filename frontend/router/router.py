@@ -137,6 +137,11 @@ class Router:
             and not self.images.is_held(image.identifier, candidates)
         }
 
+    def costs(self, blocks: RequestBlocks, candidates: Sequence[str]) -> dict[str, float]:
+        """Return what a prompt would cost on each of these workers; charges nobody."""
+        weighed = self._weigh(blocks, blocks.num_tokens, candidates)
+        return {candidate.worker: candidate.cost for candidate in weighed}
+
     def first_token(self, request_id: str) -> None:
         """Note that the prompt of a request has been computed."""
         self.load.first_token(request_id)

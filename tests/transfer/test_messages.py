@@ -29,9 +29,13 @@ from transfer import messages
 from transfer.errors import BadMessage
 from transfer.messages import decode, decode_outputs, decode_request, encode, encode_payload
 from transfer.process import this_process
-from transfer.tensor_ref import ArenaId, RemoteArena
+from transfer.tensor_ref import ArenaId, EntryRef, RemoteArena
 
 ARENA = ArenaId("foveal-1-2-ab", b"n" * 16)
+REMOTE_ARENA = RemoteArena(ARENA, "agent", b"metadata", 1 << 40, 8192)
+OFFER = messages.EmbeddingOffer(
+    REMOTE_ARENA, EntryRef("foveal-1-2-ab", 4160, 1000, 7, b"i" * 16)
+)
 ALL_MESSAGES: list[messages.Message] = [
     messages.Hello(
         frontend="f", protocol=1, arena=ARENA, transfer="auto", identity_seed_fingerprint="s"
@@ -53,9 +57,14 @@ ALL_MESSAGES: list[messages.Message] = [
     messages.Outputs(),
     messages.Released(["r"]),
     messages.TensorsMissing("r", "why", 2),
-    messages.NixlOffer(RemoteArena(ARENA, "agent", b"metadata", 1 << 40, 8192)),
+    messages.NixlOffer(REMOTE_ARENA),
     messages.TransferChosen("nixl", "why"),
     messages.Pulling(10.0, 1, 2, 3),
+    messages.ExportEmbedding(7, "image-" + "0" * 32),
+    messages.EmbeddingExported(7, OFFER),
+    messages.PullEmbedding(7, "image-" + "0" * 32, OFFER),
+    messages.EmbeddingPulled(7, "why"),
+    messages.ReleaseEmbedding(7),
     messages.AskSnapshot(),
     messages.KvSnapshot("e", 3, {"GPU": [b"a" * 32]}),
     messages.KvDelta("e", 4, {"GPU": [b"a"]}, {"CPU": [b"b"]}, True),

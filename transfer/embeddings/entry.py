@@ -79,13 +79,13 @@ def header(description: Description) -> bytes:
     return (frame + body).ljust(HEADER_BYTES, b"\0")
 
 
-def write_entry(fd: int, description: Description, tensor: torch.Tensor) -> None:
+def write_entry(fd: int, description: Description, elements: memoryview) -> None:
     """Write an entry; its header last. The file has its size already.
 
     Raises:
         OSError: it could not be written.
     """
-    elements, offset = tensor_bytes(tensor), HEADER_BYTES
+    offset = HEADER_BYTES
     while elements.nbytes:
         written = os.pwrite(fd, elements[:_CHUNK_BYTES], offset)
         elements, offset = elements[written:], offset + written
@@ -98,7 +98,18 @@ def read_description(fd: int, model_key: str, identifier: str) -> Description:
     Raises:
         StaleRef: it is no entry, or another one.
     """
-    raw = os.pread(fd, HEADER_BYTES, 0)
+    raw, size = os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size
+    return checked_description(raw, size, model_key, identifier)
+
+
+def checked_description(
+    raw: bytes, size: int, model_key: str, identifier: str
+) -> Description:
+    """Return what the header ``raw`` of an entry of ``size`` bytes states.
+
+    Raises:
+        StaleRef: it is no header, of another entry, or of one of another size.
+    """
     if len(raw) != HEADER_BYTES:
         raise StaleRef("no header")
     magic, length, checksum = _FRAME.unpack_from(raw)
@@ -115,8 +126,8 @@ def read_description(fd: int, model_key: str, identifier: str) -> Description:
     fits = dtype is not None and min(stated.shape, default=0) >= 0
     if not fits or prod(stated.shape) * dtype.itemsize != stated.nbytes:  # type: ignore[union-attr]
         raise StaleRef(f"{stated.nbytes} bytes of {stated.dtype} for shape {stated.shape}")
-    if os.fstat(fd).st_size != HEADER_BYTES + stated.nbytes:
-        raise StaleRef("a file of another size")
+    if size != HEADER_BYTES + stated.nbytes:
+        raise StaleRef("an entry of another size")
     return stated
 
 
@@ -127,13 +138,29 @@ def read_elements(fd: int, stated: Description) -> torch.Tensor:
         StaleRef: these are not the bytes that were written.
     """
     tensor = torch.empty(stated.shape, dtype=DTYPES[stated.dtype])
-    memory, offset = tensor_bytes(tensor), HEADER_BYTES
-    whole = memory
+    read_elements_into(fd, stated, tensor_bytes(tensor))
+    return tensor
+
+
+def read_elements_into(fd: int, stated: Description, memory: memoryview) -> None:
+    """Copy the ``stated.nbytes`` bytes of an entry's elements to ``memory``.
+
+    Raises:
+        StaleRef: these are not the bytes that were written.
+    """
+    whole, offset = memory, HEADER_BYTES
     while memory.nbytes:
         got = os.preadv(fd, [memory[:_CHUNK_BYTES]], offset)
         if got == 0:
             raise StaleRef("the file has shrunk")
         memory, offset = memory[got:], offset + got
-    if xxhash.xxh3_128_digest(whole) != stated.checksum:
+    check_elements(whole, stated)
+
+
+def check_elements(elements: memoryview, stated: Description) -> None:
+    """
+    Raises:
+        StaleRef: these are not the bytes that were written.
+    """
+    if xxhash.xxh3_128_digest(elements) != stated.checksum:
         raise StaleRef("its bytes have changed")
-    return tensor

@@ -33,12 +33,17 @@ from transfer.embeddings.entry import (
     HEADER_BYTES,
     IDENTIFIER,
     Description,
+    check_elements,
+    checked_description,
     describe,
+    header,
     read_description,
     read_elements,
+    read_elements_into,
     write_entry,
 )
 from transfer.errors import ArenaFull, StaleRef
+from transfer.identity import tensor_bytes
 
 LOCK_NAME = "lock"
 PART_PREFIX = ".part-"
@@ -65,6 +70,25 @@ class EmbeddingLease:
             StaleRef: its bytes have changed.
         """
         return read_elements(self.fd, self.description)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its file."""
+        return HEADER_BYTES + self.description.nbytes
+
+    @property
+    def header(self) -> bytes:
+        """The first bytes of its file, which name its contents."""
+        return header(self.description)
+
+    def copy_to(self, memory: memoryview) -> None:
+        """Copy its file to ``memory``, ``nbytes`` long.
+
+        Raises:
+            StaleRef: its bytes have changed.
+        """
+        memory[:HEADER_BYTES] = self.header
+        read_elements_into(self.fd, self.description, memory[HEADER_BYTES:])
 
     @property
     def path(self) -> str:
@@ -160,28 +184,28 @@ class EmbeddingStore:
         """
         if IDENTIFIER.fullmatch(identifier) is None:
             return False
-        path = self.directory / identifier
-        if path.exists():
+        if (self.directory / identifier).exists():
             return False
         description = describe(self.model_key, identifier, tensor)
-        if description is None:
+        return description is not None and self._write(description, tensor_bytes(tensor))
+
+    def save_entry(self, identifier: str, entry: memoryview) -> bool:
+        """Keep an output that comes as the bytes of its file (see ``entry``) elsewhere.
+
+        Tells whether it is here now. All that the bytes state is checked before.
+
+        Raises:
+            StaleRef: they are not this output, or not of this model.
+        """
+        if IDENTIFIER.fullmatch(identifier) is None:
             return False
-        part = self._begin(HEADER_BYTES + description.nbytes)
-        if part is None:
-            self.counts.without_room += 1
-            return False
-        part_path, fd = part
-        try:
-            write_entry(fd, description, tensor)
-            _touch(fd)
-            part_path.rename(path)
-        except OSError:
-            part_path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        self.counts.saved += 1
-        return True
+        stated = checked_description(
+            bytes(entry[:HEADER_BYTES]), entry.nbytes, self.model_key, identifier
+        )
+        elements = entry[HEADER_BYTES:]
+        check_elements(elements, stated)
+        path = self.directory / identifier
+        return path.exists() or self._write(stated, elements)
 
     def identifiers(self) -> list[str]:
         """Return what is here, the most recently used last."""
@@ -204,6 +228,25 @@ class EmbeddingStore:
         """Remove all outputs. What is leased can still be read by who leases it."""
         for found in self._entries():
             found.path.unlink(missing_ok=True)
+
+    def _write(self, description: Description, elements: memoryview) -> bool:
+        """Write a file for an output, if there is room; tells whether it was written."""
+        part = self._begin(HEADER_BYTES + description.nbytes)
+        if part is None:
+            self.counts.without_room += 1
+            return False
+        part_path, fd = part
+        try:
+            write_entry(fd, description, elements)
+            _touch(fd)
+            part_path.rename(self.directory / description.identifier)
+        except OSError:
+            part_path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        self.counts.saved += 1
+        return True
 
     def _load(self, lease: EmbeddingLease) -> torch.Tensor | None:
         try:
