@@ -202,6 +202,10 @@ class HostEmbeddings:
         """
         return self._store.save_entry(identifier, entry)
 
+    def forget(self, identifier: str) -> None:
+        """Remove an output that is not what it was."""
+        self._store.forget(identifier)
+
     def clear(self) -> None:
         """Forget all outputs, on this host: the weights may be others now."""
         self._store.clear()

@@ -113,7 +113,11 @@ class EmbeddingExports:
             lease = arena.lease(identity)
             if lease is None:
                 space = arena.reserve(held.nbytes)
-                await asyncio.to_thread(held.copy_to, space.memory)
+                try:
+                    await asyncio.to_thread(held.copy_to, space.memory)
+                except StaleRef:
+                    self._embeddings.forget(asked.identifier)
+                    raise
                 lease = space.seal(identity)
         finally:
             held.release()

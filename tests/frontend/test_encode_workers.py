@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,10 +48,10 @@ async def generator(fleet: Fleet, shared: HostEmbeddings | None) -> FakeWorker:
 
 
 async def encoder(
-    fleet: Fleet, shared: HostEmbeddings | None, name: str = "encoder-1"
+    fleet: Fleet, shared: HostEmbeddings | None, name: str = "encoder-1", **settings: Any
 ) -> FakeWorker:
     facts = make_facts(role="encode")
-    worker = await fleet.introduce(name, facts=facts, embeddings=shared)
+    worker = await fleet.introduce(name, facts=facts, embeddings=shared, **settings)
     await eventually(lambda: name in {w.name for w in fleet.pool.encode_workers()})
     await told(fleet, name, shared)
     return worker

@@ -18,6 +18,7 @@ import torch
 
 from transfer.embeddings.entry import DTYPES, HEADER_BYTES
 from transfer.embeddings.store import LOCK_NAME, PART_PREFIX, EmbeddingStore
+from transfer.errors import StaleRef
 from transfer.identity import tensor_bytes
 
 KEY = "a1" * 12
@@ -207,6 +208,89 @@ class TestWhatIsNotWhole:
         (tmp_path / "elsewhere").write_bytes(b"x" * ENTRY_BYTES)
         (store.directory / named(1)).symlink_to(tmp_path / "elsewhere")
         assert store.load(named(1)) is None
+
+
+class TestTheBytesOfAFileElsewhere:
+    """Are an output like any other, once all that they state has been checked."""
+
+    @pytest.fixture
+    def elsewhere(self, tmp_path: Path) -> Iterator[EmbeddingStore]:
+        store = EmbeddingStore(tmp_path / "elsewhere", KEY, 4 * ENTRY_BYTES)
+        yield store
+        store.close()
+
+    def copied(self, elsewhere: EmbeddingStore, identifier: str) -> memoryview:
+        lease = elsewhere.lease(identifier)
+        assert lease is not None
+        memory = memoryview(bytearray(lease.nbytes))
+        lease.copy_to(memory)
+        return memory
+
+    def test_are_what_the_file_has(self, elsewhere: EmbeddingStore):
+        elsewhere.save(named(1), output(7))
+        copied = self.copied(elsewhere, named(1))
+        assert bytes(copied) == (elsewhere.directory / named(1)).read_bytes()
+
+    def test_are_kept_bit_for_bit(self, store: EmbeddingStore, elsewhere: EmbeddingStore):
+        bits = torch.randint(0, 256, (5, 3, 8), dtype=torch.uint8)
+        elsewhere.save(named(1), bits.view(torch.bfloat16))
+        copied = self.copied(elsewhere, named(1))
+        assert store.save_entry(named(1), copied)
+        loaded = store.load(named(1))
+        assert (loaded.dtype, loaded.shape) == (torch.bfloat16, (5, 3, 4))
+        assert torch.equal(loaded.view(torch.uint8), bits)
+        assert store.save_entry(named(1), copied)  # it is here
+        assert store.counts.saved == 1
+
+    def test_find_no_room_where_all_is_leased(
+        self, store: EmbeddingStore, elsewhere: EmbeddingStore
+    ):
+        for number in range(4):
+            store.save(named(number), output(number))
+        leases = [store.lease(named(number)) for number in range(4)]
+        elsewhere.save(named(9), output(9))
+        assert not store.save_entry(named(9), self.copied(elsewhere, named(9)))
+        assert len(leases) == len(store.identifiers())
+
+    @pytest.mark.parametrize("place", [0, 9, 25, 60, HEADER_BYTES, ENTRY_BYTES - 1])
+    def test_are_refused_with_a_flipped_bit(
+        self, store: EmbeddingStore, elsewhere: EmbeddingStore, place: int
+    ):
+        elsewhere.save(named(1), output(1))
+        copied = self.copied(elsewhere, named(1))
+        copied[place] ^= 1
+        with pytest.raises(StaleRef):
+            store.save_entry(named(1), copied)
+        assert store.identifiers() == []
+
+    @pytest.mark.parametrize("size", [0, 10, HEADER_BYTES, ENTRY_BYTES - 1])
+    def test_are_refused_in_part(
+        self, store: EmbeddingStore, elsewhere: EmbeddingStore, size: int
+    ):
+        elsewhere.save(named(1), output(1))
+        with pytest.raises(StaleRef):
+            store.save_entry(named(1), self.copied(elsewhere, named(1))[:size])
+        assert store.identifiers() == []
+
+    def test_are_refused_under_another_name_or_of_another_model(
+        self, store: EmbeddingStore, elsewhere: EmbeddingStore
+    ):
+        elsewhere.save(named(2), output(2))
+        copied = self.copied(elsewhere, named(2))
+        with pytest.raises(StaleRef):
+            store.save_entry(named(1), copied)
+        with pytest.raises(StaleRef):
+            EmbeddingStore(store.directory, "b2" * 12, 1 << 20).save_entry(named(2), copied)
+        assert not store.save_entry("../image-" + "0" * 32, copied)
+        assert store.identifiers() == []
+
+    def test_cannot_be_had_of_a_file_that_has_changed(self, elsewhere: EmbeddingStore):
+        elsewhere.save(named(1), output(1))
+        lease = elsewhere.lease(named(1))
+        path = elsewhere.directory / named(1)
+        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+        with pytest.raises(StaleRef):
+            lease.copy_to(memoryview(bytearray(lease.nbytes)))
 
 
 def killed_after(calls: int, directory: Path, capacity: int) -> bool:
