@@ -230,13 +230,15 @@ class WorkerConfig(DiscoverySettings):
     role: Literal["generate", "encode"] = setting(
         "generate",
         "generate answers requests; encode runs the vision encoder only, for the other "
-        "workers of its host, and needs --multimodal-embedding-cache-capacity-gb.",
+        "workers of its host or, by NIXL, of another, and needs "
+        "--multimodal-embedding-cache-capacity-gb.",
         env="FOVEAL_WORKER_ROLE",
     )
     mm_worker_cache_gb: float | None = setting(
         None,
-        "Shared memory for tensors pulled by NIXL from frontends on other hosts, GiB; taken "
-        "when the first is to be pulled (default: the smaller of 4 and half of what "
+        "Shared memory for tensors pulled by NIXL from frontends on other hosts, and for "
+        "encoder outputs on their way between hosts, GiB; taken when the first is to be "
+        "pulled (default: the smaller of 4 and half of what "
         "/dev/shm has free; 0: no NIXL).",
         env="FOVEAL_MM_WORKER_CACHE_GB", ge=0.0,
     )

@@ -41,6 +41,10 @@ class AdminCalls(EngineCoreClient):
         """The workers that calls go to."""
         raise NotImplementedError
 
+    def workers_that_encode(self) -> list[Worker]:
+        """The workers that only encode images: they are told to forget outputs."""
+        return []
+
     async def bring_up_to_date(self, worker: Worker) -> None:
         """Give a worker that has come later what the others were given."""
         given: set[int] = set()
@@ -81,6 +85,14 @@ class AdminCalls(EngineCoreClient):
                 *(self._call_worker(w, method, arguments) for w in self.callable_workers())
             )
         )
+
+    async def _forget_outputs(self) -> None:
+        """Empty the caches of encode workers and their hosts: weights may change."""
+        calls = [
+            self._call_worker(worker, "reset_encoder_cache", ())
+            for worker in self.workers_that_encode()
+        ]
+        await asyncio.gather(*calls)
 
     async def _call_worker(
         self, worker: Worker, method: str, arguments: Sequence[Any]
@@ -127,10 +139,12 @@ class AdminCalls(EngineCoreClient):
         )
 
     async def reset_encoder_cache_async(self) -> None:
-        await self._call_all("reset_encoder_cache")
+        await asyncio.gather(self._call_all("reset_encoder_cache"), self._forget_outputs())
 
     async def sleep_async(self, level: int = 1, mode: str = "abort") -> None:
         await self._call_all("sleep", level, mode)
+        if level:
+            await self._forget_outputs()
 
     async def wake_up_async(self, tags: list[str] | None = None) -> bool:
         return all(await self._call_all("wake_up", tags))
@@ -145,6 +159,8 @@ class AdminCalls(EngineCoreClient):
         self, mode: str = "abort", clear_cache: bool = True
     ) -> None:
         await self._call_all("pause_scheduler", mode, clear_cache)
+        if clear_cache:
+            await self._forget_outputs()
 
     async def resume_scheduler_async(self) -> None:
         await self._call_all("resume_scheduler")

@@ -162,6 +162,9 @@ class RoutedEngineClient(AdminCalls):
     def callable_workers(self) -> list[Worker]:
         return list(self.pool.ready_workers().values())
 
+    def workers_that_encode(self) -> list[Worker]:
+        return self.pool.encode_workers()
+
     @property
     def pool(self) -> WorkerPool:
         if self._pool is None:
@@ -316,6 +319,8 @@ class RoutedEngineClient(AdminCalls):
                 self._encoders.on_missing(message.request_id)
             case EmbeddingExported():
                 self._moves.on_message(worker, message)
+            case CallResult():
+                self.on_result(message, payload)
 
     def on_delta(self, worker: Worker, delta: KvDelta) -> None:
         if delta.at:

@@ -322,7 +322,7 @@ class FakeWorker:
             self.frontends,
             self.outbox,
             self.nixl,
-            embeddings if self.facts.role == "generate" else None,
+            embeddings,
             exports_of(embeddings, self.facts, cache_gib),
         )
         self.load = LoadReporter(

@@ -78,8 +78,8 @@ class Inbox:
         embeddings: HostEmbeddings | None = None,
         exports: EmbeddingExports | None = None,
     ) -> None:
-        """``embeddings``: what the engine need not encode; ``exports``: what other hosts
-        may read of what it has encoded.
+        """``embeddings``: the encoder outputs that this host shares; ``exports``: what other
+        hosts may read of them.
         """
         self._ready = ready
         self._engine = engine
@@ -90,9 +90,13 @@ class Inbox:
         self._frontends = frontends
         self._outbox = outbox
         self._nixl = nixl
-        self._embeddings = embeddings
+        # An engine that only encodes is sent what is to be encoded.
+        encodes = ready.facts.role == "encode"
+        self._embeddings = None if encodes else embeddings
         self._exports = exports
-        self._pulls = EmbeddingPulls(nixl, embeddings) if embeddings is not None else None
+        self._pulls: EmbeddingPulls | None = None
+        if self._embeddings is not None:
+            self._pulls = EmbeddingPulls(nixl, self._embeddings)
         self._waiting = WaitingRequests(frontends, inputs, self._send_missing)
         self._calls = EngineCalls(
             engine, link, outbox, nixl, embeddings,

@@ -175,9 +175,7 @@ async def _serve(
     )
     inbox = Inbox(
         ready, engine, inputs, link, kv_publisher, kv_state, frontends, outbox, nixl,
-        # An engine that only encodes is sent what is to be encoded.
-        embeddings if settings.role == "generate" else None,
-        exports_of(embeddings, facts, settings.mm_worker_cache_gb),
+        embeddings, exports_of(embeddings, facts, settings.mm_worker_cache_gb),
     )
 
     load = LoadReporter(

@@ -26,7 +26,8 @@ LAST_MODULES = (
     "test_shutdown_leaves_nothing.py", "test_discovery.py", "test_two_hosts.py",
     "test_losses.py", "test_mock_workers.py", "test_seeing.py", "test_who_may_talk.py",
     "test_deployments.py", "test_ray_cluster.py",
-    "test_adapters.py", "test_encode_workers.py", "test_model_families.py",
+    "test_adapters.py", "test_encode_workers.py", "test_encode_workers_far.py",
+    "test_model_families.py",
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from frontend.adapters import fleet_number
-from tests.fakes import FakeWorker, eventually, within
+from tests.fakes import FakeWorker, eventually, make_facts, within
 from tests.frontend.fleets import Fleet
 from transfer.errors import BadMessage
 from transfer.messages import CallResult
@@ -45,6 +45,32 @@ async def test_a_call_goes_to_all_workers_with_its_arguments(
     assert await within(fleet.client.reset_prefix_cache_async(True, False))
     for worker in workers:
         assert await called(worker) == ("reset_prefix_cache", True, False)
+    await eventually(fleet.at_rest)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "told"),
+    [
+        ("reset_encoder_cache_async", (), True),
+        ("sleep_async", (1, "abort"), True),
+        ("sleep_async", (0, "abort"), False),
+        ("pause_scheduler_async", ("abort", True), True),
+        ("pause_scheduler_async", ("keep", False), False),
+        ("reset_prefix_cache_async", (), False),
+    ],
+)
+async def test_encode_workers_are_told_to_forget_and_nothing_else(
+    fleet: Fleet, workers: list[FakeWorker], method: str, arguments: tuple[object, ...],
+    told: bool,
+) -> None:
+    encoder = await fleet.introduce("encoder-1", facts=make_facts(role="encode"))
+    await eventually(fleet.pool.encode_workers)
+    await within(getattr(fleet.client, method)(*arguments))
+    for worker in workers:
+        assert (await called(worker))[1:] == arguments or not arguments
+    if told:
+        assert await called(encoder) == ("reset_encoder_cache",)
+    assert encoder.engine.called.empty()
     await eventually(fleet.at_rest)
 
 

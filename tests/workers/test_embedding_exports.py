@@ -17,11 +17,14 @@ from transfer.embeddings.home import EmbeddingHome
 from transfer.embeddings.store import EmbeddingStore
 from transfer.messages import (
     Bye,
+    Call,
+    CallResult,
     EmbeddingExported,
     EmbeddingOffer,
     ExportEmbedding,
     PullEmbedding,
     ReleaseEmbedding,
+    encode_payload,
 )
 from transfer.nixl.reader import ArenaReader
 from transfer.registry import Registry
@@ -190,6 +193,14 @@ async def test_another_output_of_the_same_image_is_another_entry(
     store.clear()  # new weights
     store.save(IDENTIFIER, OUTPUT + 1)
     assert (await offered(line, 2)).entry != before.entry
+
+
+async def test_it_forgets_when_weights_may_change(line: Line, store: EmbeddingStore) -> None:
+    store.save(IDENTIFIER, OUTPUT)
+    line.say(Call(1, "reset_encoder_cache"), encode_payload([]))
+    result, _ = await line.hear(CallResult)
+    assert result.error is None
+    assert store.identifiers() == []
 
 
 async def test_without_nixl_it_says_so_once_and_each_who_asks_is_told(
