@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MOVE_SECONDS = 10.0
 """How long a move may take. The first is the longest: both sides take memory for it."""
+MOST_AT_ONCE = 4
+"""Moves of one encode worker to one host; more would only share the line, and need room."""
 RETRY_SECONDS = 30.0
 """How long after a failure a host is given nothing more by that encode worker."""
 
@@ -49,6 +51,7 @@ class EmbeddingMoves:
         """By worker and move, who waits for an answer."""
         self._paused: dict[tuple[str, str], float] = {}
         """By encode worker and shared cache, until when nothing is moved."""
+        self._turns: dict[tuple[str, str], asyncio.Semaphore] = {}
         self._misfits: set[str] = set()
         """Encode workers that run another model than somebody who generates."""
 
@@ -69,32 +72,23 @@ class EmbeddingMoves:
                     "times of the checkpoint's files differ", encoder.name, generator.name,
                 )
             return False
-        return self._paused.get((encoder.name, ours), 0.0) <= time.monotonic()
+        return not self._is_paused((encoder.name, ours))
 
     async def move(self, identifier: str, source: Worker, target: Worker) -> bool:
         """Have an output of ``source`` put into the cache of ``target``'s host.
 
-        Tells within ``MOVE_SECONDS`` whether it is there.
+        Tells whether it is there, within ``MOVE_SECONDS`` from when it has its turn.
         """
         cache = self._images.cache_of(target.name)
-        move_id = next(self._ids)
-        try:
-            async with asyncio.timeout(MOVE_SECONDS):
-                await self._move(move_id, identifier, source, target)
-        except (TimeoutError, _MoveFailed) as error:
-            # Not released: it may still be being read. The encode worker has a limit.
-            reason = str(error) or f"not done within {MOVE_SECONDS:.0f} s"
-            logger.warning(
-                "an encoder output of %s does not reach %s: %s",
-                source.name, target.name, reason,
-            )
-            self._pause(source.name, cache)
-            self._count("failed")
-            return False
-        source.link.send(ReleaseEmbedding(move_id))
-        self._images.note_shared(cache, identifier)
-        self._count("moved")
-        return True
+        pair = (source.name, cache)
+        async with self._turns.setdefault(pair, asyncio.Semaphore(MOST_AT_ONCE)):
+            moved = not self._is_paused(pair) and await self._try(identifier, source, target)
+            if moved:
+                self._images.note_shared(cache, identifier)
+            elif not self._is_paused(pair):
+                self._pause(pair)
+        self._count("moved" if moved else "failed")
+        return moved
 
     def on_message(self, worker: Worker, message: Answer) -> None:
         """Take over what a worker has done for a move."""
@@ -107,9 +101,27 @@ class EmbeddingMoves:
     def on_lost(self, worker: Worker) -> None:
         """A worker has gone, and with it the moves that it has a part in."""
         self._misfits.discard(worker.name)
+        for pair in [pair for pair in self._turns if pair[0] == worker.name]:
+            del self._turns[pair]
         for (name, _), future in self._asked.items():
             if name == worker.name and not future.done():
                 future.set_exception(_MoveFailed(f"worker {name} was lost"))
+
+    async def _try(self, identifier: str, source: Worker, target: Worker) -> bool:
+        move_id = next(self._ids)
+        try:
+            async with asyncio.timeout(MOVE_SECONDS):
+                await self._move(move_id, identifier, source, target)
+        except (TimeoutError, _MoveFailed) as error:
+            # Not released: it may still be being read. The encode worker has a limit.
+            reason = str(error) or f"not done within {MOVE_SECONDS:.0f} s"
+            logger.warning(
+                "an encoder output of %s does not reach %s: %s",
+                source.name, target.name, reason,
+            )
+            return False
+        source.link.send(ReleaseEmbedding(move_id))
+        return True
 
     async def _move(
         self, move_id: int, identifier: str, source: Worker, target: Worker
@@ -136,10 +148,13 @@ class EmbeddingMoves:
         finally:
             del self._asked[asked]
 
-    def _pause(self, encoder: str, cache: str) -> None:
+    def _is_paused(self, pair: tuple[str, str]) -> bool:
+        return self._paused.get(pair, 0.0) > time.monotonic()
+
+    def _pause(self, pair: tuple[str, str]) -> None:
         now = time.monotonic()
-        self._paused = {pair: until for pair, until in self._paused.items() if until > now}
-        self._paused[encoder, cache] = now + RETRY_SECONDS
+        self._paused = {each: until for each, until in self._paused.items() if until > now}
+        self._paused[pair] = now + RETRY_SECONDS
 
 
 def _model_of(cache: str) -> str:

@@ -139,6 +139,7 @@ class Router:
 
     def costs(self, blocks: RequestBlocks, candidates: Sequence[str]) -> dict[str, float]:
         """Return what a prompt would cost on each of these workers; charges nobody."""
+        self._block_size = blocks.block_size
         weighed = self._weigh(blocks, blocks.num_tokens, candidates)
         return {candidate.worker: candidate.cost for candidate in weighed}
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from tests.fakes import FakeWorker, eventually
+from tests.fakes import PATIENCE, FakeWorker, eventually
 from tests.fakes_nixl import cpu_seconds
 from tests.nixl_owner import Owner
 from tests.workers.lines import Line
@@ -81,7 +81,7 @@ async def worker(
 ) -> AsyncIterator[FakeWorker]:
     embeddings = HostEmbeddings(EmbeddingHome(bytes(32), "ns", tmp_path), store)
     async with FakeWorker(
-        registry, cache_gib=1 / 256, transfer_timeout=5.0, embeddings=embeddings
+        registry, cache_gib=1 / 256, transfer_timeout=PATIENCE, embeddings=embeddings
     ) as worker:
         yield worker
 
@@ -240,7 +240,9 @@ async def test_one_that_is_gone_is_given_up_and_its_successor_is_read(
     assert await pull(line, offer(doomed, elsewhere, 1), 1) == ""
     offered = offer(doomed, elsewhere, 2)
     doomed.kill()
+    worker.nixl.timeout = 1.0
     assert await pull(line, offered, 2)
+    worker.nixl.timeout = PATIENCE
     assert await pull(line, offer(owner, elsewhere, 3), 3) == ""
     await eventually(lambda: len(pulls_of(worker)) == 0 and bytes_used(worker) == 0)
 
@@ -273,7 +275,9 @@ async def test_a_worker_that_ends_meanwhile_ends(
 ) -> None:
     embeddings = HostEmbeddings(EmbeddingHome(bytes(32), "ns", tmp_path), store)
     async with (
-        FakeWorker(registry, cache_gib=1 / 256, embeddings=embeddings) as worker,
+        FakeWorker(
+            registry, cache_gib=1 / 256, transfer_timeout=PATIENCE, embeddings=embeddings
+        ) as worker,
         Line(worker) as line,
     ):
         await line.greet()

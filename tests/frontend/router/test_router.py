@@ -185,6 +185,17 @@ def test_only_candidates_are_taken():
     assert len(router.load) == 1
 
 
+def test_what_a_request_would_cost_is_told_without_charging_anybody():
+    router, _ = make_router()
+    blocks = prompt("a", 1000)
+    router.index.store("w5", blocks.digests[:10])
+    costs = router.costs(blocks, EIGHT)
+    assert costs == router.costs(blocks, EIGHT)
+    assert costs["w5"] == 1000 - 10 * BLOCK
+    assert set(costs) == set(EIGHT)
+    assert len(router.load) == 0
+
+
 def test_a_dropped_worker_leaves_nothing():
     router, _ = make_router()
     blocks = prompt("a", 1000)
