@@ -14,6 +14,7 @@ from configs.demo.checkpoint import write_checkpoint
 from tests.e2e.answers import answer_of
 from tests.e2e.cases import CASES, Case
 from tests.e2e.fleet import ROOT, Deployment, Frontend, Server
+from tests.e2e.hosts import NotAllowed, TwoHosts
 from tests.e2e.processes import Process
 from tests.etcd_server import EtcdServer, require_etcd
 
@@ -54,6 +55,16 @@ def checkpoint() -> Path:
 def trap_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the workers' processor trap writes and looks, see ``processor_trap``."""
     return tmp_path_factory.mktemp("trap")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    try:
+        hosts = TwoHosts(tmp_path_factory.mktemp("hosts"))
+    except NotAllowed as error:
+        pytest.skip(f"two hosts cannot be made here, so NOT TESTED: {error}")
+    with hosts:
+        yield hosts
 
 
 class SessionFleet:

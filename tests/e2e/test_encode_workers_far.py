@@ -7,7 +7,6 @@ itself.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,23 +14,13 @@ import pytest
 from tests.e2e.answers import answer_of, differences
 from tests.e2e.cases import CHAT
 from tests.e2e.fleet import Deployment, Frontend
-from tests.e2e.hosts import NotAllowed, TwoHosts
+from tests.e2e.hosts import TwoHosts
 from tests.e2e.processes import Process, free_port, wait_until
 from tests.e2e.test_encode_workers import question
 from transfer.access import make_keys
 
 SHARED = ("--multimodal-embedding-cache-capacity-gb", "0.25", "--mm-worker-cache-gb", "0.25")
 OVER_TCP = {"UCX_TLS": "tcp"}
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
-    try:
-        hosts = TwoHosts(tmp_path_factory.mktemp("hosts"))
-    except NotAllowed as error:
-        pytest.skip(f"two hosts cannot be made here, so NOT TESTED: {error}")
-    with hosts:
-        yield hosts
 
 
 def encoder_runs(frontend: Frontend) -> dict[str, int]:

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.answers import answer_of, differences
 from tests.e2e.cases import CASES, CHAT, Case, chat_body, shown, user
 from tests.e2e.fleet import Deployment, Frontend
-from tests.e2e.hosts import NotAllowed, TwoHosts
+from tests.e2e.hosts import TwoHosts
 from tests.e2e.pictures import pattern
 from tests.e2e.processes import free_port
 from transfer.access import make_keys
@@ -59,16 +59,6 @@ class Fleet:
     nixl: Frontend
     inline: Frontend
     """Both on the other."""
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
-    try:
-        hosts = TwoHosts(tmp_path_factory.mktemp("hosts"))
-    except NotAllowed as error:
-        pytest.skip(f"two hosts cannot be made here, so NOT TESTED: {error}")
-    with hosts:
-        yield hosts
 
 
 @pytest.fixture(scope="module")

@@ -230,7 +230,7 @@ async def test_a_client_that_leaves_ends_nobody_elses_wait(
     assert (await within(stays)).routed[0].embeddings_held == 1
 
 
-async def test_an_encode_worker_of_another_host_is_of_no_use(
+async def test_without_nixl_an_encode_worker_of_another_host_is_of_no_use(
     fleet: Fleet, shared: HostEmbeddings, tmp_path: Path
 ) -> None:
     other = HostEmbeddings(
