@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm.multimodal.parse import MultiModalDataItems
     from vllm.multimodal.processing import BaseMultiModalProcessor
 
+
 def ask_nothing_about_no_items(processor: BaseMultiModalProcessor[Any]) -> None:
     """From now on do not ask ``processor`` what belongs to no items at all.
 

@@ -43,8 +43,7 @@ class NixlTransfer:
         timeout: float,
         attach: Callable[[str, bytes], Awaitable[str]],
     ) -> None:
-        """``attach`` has the engine map an arena, and returns why it cannot, or nothing.
-        """
+        """``attach`` has the engine map an arena, and returns why it cannot, or nothing."""
         self._cache_gib = cache_gib
         self.timeout = timeout
         """Seconds that anybody waits for a READ."""
