@@ -23,6 +23,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from vllm.exceptions import GracefulHTTPError
 
 from configs.schema import FrontendConfig
+from frontend.large_bodies import LARGE_BYTES, LargeBodies, Turn
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -96,6 +97,7 @@ class Admission:
         self._fleet = fleet
         self.requests = 0
         self.body_bytes = 0
+        self.large_bodies = LargeBodies()
         self.refused = Counter(
             "foveal_http_refused", "HTTP requests refused before they were worked on.",
             ["reason"], registry=registry,
@@ -105,6 +107,8 @@ class Admission:
             ("foveal_http_body_bytes",
              "Bytes of bodies of requests under way, and of media fetched for them.",
              lambda: self.body_bytes),
+            ("foveal_http_bodies_waiting", "Large bodies that wait for their turn.",
+             lambda: self.large_bodies.waiting),
         ):
             Gauge(name, text, registry=registry).set_function(count)
 
@@ -164,6 +168,7 @@ class Body:
         self._arrived = 0
         self._counted = 0
         self._ended = False
+        self._turn: Turn | None = None
 
     def grow_to(self, nbytes: int) -> None:
         """Count a body of ``nbytes``, of which some may have been counted already.
@@ -181,6 +186,16 @@ class Body:
         self._add(max(0, nbytes - self._arrived))
         self._arrived = max(self._arrived, nbytes)
 
+    async def take_turn(self) -> None:
+        """Now that it has arrived, wait until it may be worked on."""
+        if self._arrived >= LARGE_BYTES:
+            self._turn = await self._admission.large_bodies.turn()
+
+    def end_turn(self) -> None:
+        """The work on it is done, or waits: let others begin."""
+        if self._turn is not None:
+            self._turn.end()
+
     def fetched(self, nbytes: int) -> None:
         """Count media that stay in memory as long as the request.
 
@@ -192,6 +207,7 @@ class Body:
     def end(self) -> None:
         """The request is over: what is still being fetched for it counts no more."""
         self._ended = True
+        self.end_turn()
         self._admission.body_bytes -= self._counted
 
     def _add(self, nbytes: int) -> None:
@@ -205,6 +221,12 @@ class Body:
 
 current_body: ContextVar[Body | None] = ContextVar("current_body", default=None)
 """Set while an HTTP request is served. Tasks made for it inherit it."""
+
+
+def let_others_begin() -> None:
+    """The request that is being served waits from here on, or has been sent."""
+    if (body := current_body.get()) is not None:
+        body.end_turn()
 
 
 def too_slow(seconds: float) -> NotAdmitted:

@@ -126,6 +126,8 @@ class _Arriving:
             except NotAdmitted as refusal:
                 self.refusal = refusal
                 raise
+            if self._complete:
+                await self._body.take_turn()
         return message
 
 

@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from frontend.adapters import name_adapter
 from frontend.admin_calls import AdminCalls
+from frontend.admission import let_others_begin
 from frontend.arena_cache import ArenaProcessorCache
 from frontend.embedding_checks import EmbeddingLimits
 from frontend.embedding_moves import EmbeddingMoves
@@ -182,6 +183,7 @@ class RoutedEngineClient(AdminCalls):
         name_adapter(request)
         if request.mm_features and self._cache is not None:
             identify(request, self._cache, self._embeddings)
+        let_others_begin()  # only workers are waited for from here on
         blocks = await self._have_encoded(request)
         routed = await self.requests.add(request, blocks)
         log_routed(routed)

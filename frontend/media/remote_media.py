@@ -27,7 +27,7 @@ from vllm.connections import (
 from vllm.exceptions import GracefulHTTPError
 from yarl import URL
 
-from frontend.admission import current_body
+from frontend.admission import current_body, let_others_begin
 from frontend.media.single_flight import SingleFlight
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import MediaUnavailable, PolicedResolver, UrlPolicy
@@ -78,6 +78,7 @@ class RemoteMedia:
         except ValueError as error:
             raise MediaUnavailable("Failed to fetch media from URL: Invalid URL") from error
         self._policy.check(parsed)
+        let_others_begin()
         try:
             data = await self._flights.do(
                 (str(parsed), timeout, max_bytes),

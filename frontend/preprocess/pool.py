@@ -26,6 +26,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from configs.schema import FrontendConfig
+from frontend.admission import let_others_begin
 from frontend.arena_cache import ArenaProcessorCache, Held
 from frontend.preprocess.messages import Failed, Setup, Work
 from frontend.preprocess.metrics import PreprocessMetrics
@@ -188,6 +189,7 @@ class PreprocessPool:
         else:
             self._metrics.shared.inc()
         job.waiting += 1
+        let_others_begin()
         try:
             result = await asyncio.shield(job.result)
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,8 +16,9 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
-from frontend.admission import Admission, AdmissionLimits, FleetLoad
+from frontend.admission import Admission, AdmissionLimits, FleetLoad, let_others_begin
 from frontend.admission_middleware import AdmissionMiddleware
+from frontend.large_bodies import LARGE_BYTES, LargeBodies
 from tests.fakes import eventually, within
 from tests.frontend.test_admission import Engine
 
@@ -49,6 +51,13 @@ class Served:
             self.bodies.append(len(body))
             await self.go_on.wait()
             return {"bytes": len(body)}
+
+        @self.app.post("/v1/sent")
+        async def sent(request: Request) -> dict[str, int]:
+            self.bodies.append(len(await request.body()))
+            let_others_begin()
+            await self.go_on.wait()
+            return {}
 
         @self.app.post("/v1/json")
         async def as_json(body: dict[str, Any]) -> dict[str, int]:
@@ -250,3 +259,36 @@ async def test_whoever_sends_away_says_when_to_come_again(
 ) -> None:
     response = await http.post(f"/busy/{status}")
     assert (response.status_code, response.headers["retry-after"]) == (status, "2")
+
+
+async def test_small_bodies_pass_large_ones(served: Served, http: httpx.AsyncClient) -> None:
+    served.admission.limits = replace(LIMITS, requests=10)
+    served.admission.large_bodies = bodies = LargeBodies(at_a_time=1, most_seconds=60)
+    served.go_on.clear()
+    large = [
+        asyncio.create_task(http.post(CHAT, content=b"x" * (LARGE_BYTES + number)))
+        for number in range(2)
+    ]
+    await eventually(lambda: bodies.waiting == 1)
+    small = asyncio.create_task(http.post(CHAT, content=b"x" * (LARGE_BYTES - 1)))
+    await eventually(lambda: len(served.bodies) == 2)
+    assert LARGE_BYTES - 1 in served.bodies
+    assert served.metrics.get_sample_value("foveal_http_bodies_waiting") == 1
+    served.go_on.set()
+    for asked in (*large, small):
+        assert (await within(asked)).status_code == 200
+    assert await within(bodies.turn())
+
+
+async def test_a_turn_ends_when_the_request_is_sent(
+    served: Served, http: httpx.AsyncClient
+) -> None:
+    served.admission.limits = replace(LIMITS, requests=10)
+    served.admission.large_bodies = LargeBodies(at_a_time=1, most_seconds=60)
+    served.go_on.clear()
+    content = b"x" * LARGE_BYTES
+    asked = [asyncio.create_task(http.post("/v1/sent", content=content)) for _ in range(3)]
+    await eventually(lambda: len(served.bodies) == 3)
+    served.go_on.set()
+    for one in asked:
+        assert (await within(one)).status_code == 200
