@@ -17,6 +17,7 @@ from transfer.leases import Lease
 from transfer.messages import FrontendShare
 from transfer.pack import check_reference, is_packed, read_reference
 from transfer.tensor_ref import ArenaId
+from workers.held_tokens import HeldTokens
 from workers.nixl_source import NixlSource
 
 SILENT_SECONDS = 10.0
@@ -43,6 +44,8 @@ class Frontend:
     Outlives them in a frontend that has gone, until the engine is past them."""
     charges: dict[str, FrontendShare] = field(default_factory=dict)
     """What each of its requests was charged, see ``AddRequest``."""
+    held: dict[str, HeldTokens] = field(default_factory=dict)
+    """Of those whose answers are sent whole, what has not been sent yet."""
 
     def share(self) -> FrontendShare:
         """All that it has in flight here."""
@@ -116,6 +119,7 @@ class Frontends:
         frontend.requests.clear()
         frontend.parts.clear()
         frontend.charges.clear()
+        frontend.held.clear()
         self._note_idle()
         return left
 
@@ -157,6 +161,7 @@ class Frontends:
             frontend.parts.pop(request_id, None)
             frontend.leases.pop(request_id, None)
             frontend.charges.pop(request_id, None)
+            frontend.held.pop(request_id, None)
             self._note_idle()
         return frontend
 

@@ -51,6 +51,7 @@ from workers.embedding_pulls import EmbeddingPulls
 from workers.engine_calls import EngineCalls
 from workers.engine_inputs import EngineInputs
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
+from workers.held_tokens import HeldTokens, is_awaited_whole
 from workers.kv_state import KvState
 from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox
@@ -223,6 +224,8 @@ class Inbox:
         else:
             if self._frontends.begin(frontend, request_id, streams=request.resumable):
                 self._frontends.charge(request_id, message.prefill_tokens, message.blocks)
+                if is_awaited_whole(request):
+                    frontend.held[request_id] = HeldTokens()
                 if held:
                     frontend.leases.setdefault(request_id, []).extend(held)
                 self._hand_over(frontend, request, part, () if held else payload)

@@ -1,13 +1,14 @@
 """What the engine says, sent to whom it concerns.
 
-vLLM names relied on: AsyncMPClient.collective_rpc_async;
-EngineCoreOutputs, EngineCoreOutput, FinishReason; WorkerBase.synchronize_device.
+vLLM names relied on: AsyncMPClient.collective_rpc_async; EngineCoreOutputs with
+weight_version, EngineCoreOutput, FinishReason; WorkerBase.synchronize_device.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient
@@ -19,6 +20,7 @@ from transfer.link import WorkerLink
 from transfer.messages import Outputs, Released, encode_payload
 from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
+from workers.held_tokens import hold, let_go, may_be_held, taken_out
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +57,22 @@ class Outbox:
         self._something_aborted = asyncio.Event()
         self._steps = 0
         """That have had outputs."""
+        self._weight_version: str | None = None
+        """Of the last of these."""
         self.aborts_are_meant = False
         """Whether a frontend has asked for what makes the engine abort its requests."""
 
     def deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Send the outputs of one step to those who asked.
+        """Send the outputs of one step to those who asked, or hold them (``held_tokens``).
 
         Raises:
             EngineDeadError: the engine gives its requests up without being asked to, as
                 it does when it is told to end before its worker is. They go on elsewhere.
         """
         self._steps += 1
+        if outputs.weight_version != self._weight_version:
+            self._send_held(outputs.timestamp)  # they were made with other weights
+            self._weight_version = outputs.weight_version
         if not self.aborts_are_meant and any(
             output.finish_reason is FinishReason.ABORT
             and self._frontends.owner(output.request_id) is not None
@@ -75,12 +82,25 @@ class Outbox:
         for name, theirs in self._split(outputs).items():
             self._link.send(name, Outputs(), encode_payload(theirs))
 
+    def _send_held(self, timestamp: float) -> None:
+        for frontend in map(self._frontends.get, self._frontends.names()):
+            if frontend is not None and (outputs := taken_out(frontend.held)):
+                theirs = EngineCoreOutputs(
+                    outputs=outputs, timestamp=timestamp, weight_version=self._weight_version
+                )
+                self._link.send(frontend.name, Outputs(), encode_payload(theirs))
+
     def _split(self, outputs: EngineCoreOutputs) -> dict[str, EngineCoreOutputs]:
         by_frontend: dict[str, EngineCoreOutputs] = {}
+        may_hold, now = may_be_held(outputs.scheduler_stats), time.monotonic()
         for output in outputs.outputs:
             owner = self._frontends.owner(output.request_id)
             if owner is None:
                 continue  # aborted, or its frontend is gone
+            if (held := owner.held.get(output.request_id)) is not None:
+                if may_hold and hold(held, output, now):
+                    continue
+                let_go(held, output, now)
             if output.finished:
                 self._frontends.end(output.request_id)
             theirs = by_frontend.get(owner.name)
