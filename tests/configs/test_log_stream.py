@@ -1,0 +1,81 @@
+"""Output comes out whole and in order, and nobody waits for it."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+
+from configs.log_stream import QueuedStream
+
+PATIENCE = 20.0
+
+SAYS = """
+import logging, sys
+from configs.log_stream import queue_output
+queue_output()
+logging.basicConfig(stream=sys.stderr)
+for number in range(1000):
+    print("line", number)
+logging.warning("a warning")
+assert sys.stdout.fileno() == 1 and not sys.stdout.isatty()
+raise SystemExit("the last words")
+"""
+
+
+def test_all_of_it_is_out_when_the_process_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", SAYS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.stdout == "".join(f"line {number}\n" for number in range(1000))
+    assert ended.stderr == "WARNING:root:a warning\nthe last words\n"
+    assert ended.returncode == 1
+
+
+FORKS = """
+import os
+from configs.log_stream import queue_output
+queue_output()
+print("parent")
+if (child := os.fork()) == 0:
+    print("child")
+    raise SystemExit
+os.waitpid(child, 0)
+"""
+
+
+def test_what_a_forked_child_says_is_written_once() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert sorted(ended.stdout.splitlines()) == ["child", "parent"]
+
+
+def test_a_reader_that_does_not_read_stops_nobody() -> None:
+    reading, writing = os.pipe()
+    with open(writing, "w") as pipe, open(reading) as reader:
+        stream = QueuedStream(pipe, most_waiting=10)
+        line = "x" * (1 << 17) + "\n"
+        for _ in range(1000):  # a pipe does not hold one of these
+            stream.write(line)
+        assert not stream.drain(0.01)
+        lines: list[str] = []
+        reading_thread = threading.Thread(target=lambda: lines.extend(reader))
+        reading_thread.start()
+        assert stream.drain(PATIENCE)
+        pipe.close()
+        reading_thread.join(PATIENCE)
+    dropped = [line for line in lines if line.startswith("... ")]
+    written = [each for each in lines if each == line]
+    assert len(written) < 1000
+    assert sum(int(each.split()[1]) for each in dropped) + len(written) == 1000
+
+
+def test_a_stream_that_is_closed_is_no_error() -> None:
+    closed = io.StringIO()
+    closed.close()
+    stream = QueuedStream(closed)
+    stream.write("lost")
+    assert stream.drain(PATIENCE)
