@@ -130,7 +130,7 @@ class SenderEnd:
             report = self._answer(sender)
         finally:
             sender.finish()
-        if report.total != self._expected:
+        if sender.carries_pixels and report.total != self._expected:
             raise ValueError("other pixels came out than went in")
         return Result(
             prepared=prepared,

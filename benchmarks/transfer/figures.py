@@ -65,11 +65,23 @@ def _ratio(above: str, below: str, mib: int) -> Callable[[Figures], float]:
     )
 
 
-def _nixl_over_raw(figures: Figures) -> float:
+def _read_and_copy(figures: Figures) -> list[float]:
     raw, copies = figures.results["raw_nixl", 8, FIRST], figures.seconds(MEMORY_COPY, 8)
     # From the moment that the receiver knows what to read: nothing but the READ.
-    floors = [
+    return [
         read.usable - read.received + copy for read, copy in zip(raw, copies, strict=True)
+    ]
+
+
+def _nixl_over_raw(figures: Figures) -> float:
+    return median_ratio(figures.seconds("nixl", 8), _read_and_copy(figures))
+
+
+def _nixl_over_raw_and_message(figures: Figures) -> float:
+    messages = figures.seconds("message", 8)
+    floors = [
+        floor + message
+        for floor, message in zip(_read_and_copy(figures), messages, strict=True)
     ]
     return median_ratio(figures.seconds("nixl", 8), floors)
 
@@ -79,6 +91,22 @@ def _repeat_ms(way: str, when: str = AGAIN) -> Callable[[Figures], float]:
     return lambda figures: max(
         median(figures.seconds(way, mib, when)) * 1e3 for mib in SIZES
     )
+
+
+def _repeat_over_message(way: str) -> Callable[[Figures], float]:
+    """Of the largest size, as ``_repeat_ms`` mostly is."""
+    return lambda figures: median_ratio(
+        figures.seconds(way, SIZES[-1], AGAIN), figures.seconds("message", SIZES[-1], AGAIN)
+    )
+
+
+def _over_copy_and_message(mib: int) -> Callable[[Figures], float]:
+    def ratio(figures: Figures) -> float:
+        copies, messages = figures.seconds(MEMORY_COPY, mib), figures.seconds("message", mib)
+        floors = [copy + message for copy, message in zip(copies, messages, strict=True)]
+        return median_ratio(figures.seconds("shm", mib), floors)
+
+    return ratio
 
 
 def _read_ratio(figures: Figures) -> float:
@@ -126,6 +154,25 @@ _WITHOUT_GOALS = [
             f"{way}_repeat_after_pause_ms", "ms", None, (way,), _repeat_ms(way, AFTER_PAUSE)
         )
         for way in ("shm", "nixl")
+    ),
+    Wanted("message_repeat_ms", "ms", None, ("message",), _repeat_ms("message")),
+    *(
+        Wanted(
+            f"{way}_repeat_over_message", "ratio", None, (way, "message"),
+            _repeat_over_message(way),
+        )
+        for way in ("shm", "nixl")
+    ),
+    *(
+        Wanted(
+            f"shm_over_memcpy_and_message_{mib}mib", "ratio", None, ("shm", "message"),
+            _over_copy_and_message(mib),
+        )
+        for mib in (8, 32)
+    ),
+    Wanted(
+        "nixl_over_raw_and_message_8mib", "ratio", None, ("nixl", "raw_nixl", "message"),
+        _nixl_over_raw_and_message,
     ),
     Wanted("shm_until_read_over_memcpy_8mib", "ratio", None, ("shm",), _read_ratio),
 ]

@@ -23,10 +23,12 @@ from benchmarks.transfer.items import MIB
 from benchmarks.transfer.pair import Pair, WayFailed
 from benchmarks.transfer.peer_dynamo import dynamo_python
 
-OURS = (MEMORY_COPY, "shm", "nixl", "inline", "vllm_ipc", "torch_shm", "raw_nixl")
+OURS = (
+    MEMORY_COPY, "shm", "nixl", "inline", "message", "vllm_ipc", "torch_shm", "raw_nixl"
+)
 PEERS = ("dynamo_shm", "dynamo_nixl")
 WAYS = (*OURS, *PEERS)
-REPEATED = ("shm", "nixl")
+REPEATED = ("shm", "nixl", "message")
 """Ways that need not move an item again that the receiver has had."""
 ROUNDS = {1: 25, 8: 41, 32: 15, 128: 5}
 LEAST_ROUNDS = 3

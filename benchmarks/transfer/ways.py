@@ -21,6 +21,7 @@ MODULES = {
     "shm": "benchmarks.transfer.way_shm",
     "nixl": "benchmarks.transfer.way_nixl",
     "inline": "benchmarks.transfer.way_inline",
+    "message": "benchmarks.transfer.way_message",
     "raw_nixl": "benchmarks.transfer.way_raw_nixl",
     "vllm_ipc": "benchmarks.transfer.way_vllm_ipc",
     "torch_shm": "benchmarks.transfer.way_torch_shm",
@@ -32,6 +33,9 @@ MODULES = {
 
 class Sender:
     """The end that has the processor's output."""
+
+    carries_pixels = True
+    """Whether the receiver gets them, so that it is checked which."""
 
     def hello(self) -> bytes:
         """Return what the receiver needs to know before the first item."""
