@@ -14,7 +14,6 @@ from frontend.admission import Admission
 from frontend.draining import HttpDrain
 from frontend.vllm_seams import BUSIEST, our_app
 
-
 pytestmark = pytest.mark.anyio
 
 
