@@ -43,6 +43,8 @@ TELL_SECONDS = 0.25
 REPEAT_SECONDS = 1.0
 """How often they are told anyway: they come and go, and nothing here is acknowledged."""
 MOST_TOLD = 4096
+LISTING_SHARE = 0.05
+"""How much of its time a worker lists them at most: it passes tokens on meanwhile, too."""
 
 
 def connector_config(settings: WorkerConfig) -> ECTransferConfig | None:
@@ -157,6 +159,9 @@ class HostEmbeddings:
         self._store = store
         self._told_version: int | None = None
         self._told_at = 0.0
+        self._listing_seconds = 0.0
+        self.clears = 0
+        """How often this process was told to forget all outputs."""
         self.name = f"{store.model_key}@{place_of(store.directory)}"
         """Two workers share their outputs exactly if they say the same name."""
 
@@ -164,10 +169,12 @@ class HostEmbeddings:
         """What is held, the most recently used last, if it is time to tell."""
         now, version = time.monotonic(), self._store.version()
         due = TELL_SECONDS if version != self._told_version else REPEAT_SECONDS
-        if now - self._told_at < due:
+        if now - self._told_at < max(due, self._listing_seconds / LISTING_SHARE):
             return None
         self._told_version, self._told_at = version, now
-        return self._store.identifiers()[-MOST_TOLD:]
+        held = self._store.identifiers()[-MOST_TOLD:]
+        self._listing_seconds = time.monotonic() - now
+        return held
 
     def take(self, request: EngineCoreRequest) -> list[EmbeddingLease]:
         """Let a request do without the pixels of images whose encoder output is here.
@@ -208,6 +215,7 @@ class HostEmbeddings:
 
     def clear(self) -> None:
         """Forget all outputs, on this host: the weights may be others now."""
+        self.clears += 1
         self._store.clear()
 
     def leave(self) -> None:

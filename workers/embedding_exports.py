@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MOST_GIB = 0.5
 """Outputs only pass through, so little is enough; never more than the flag allows."""
+START_SECONDS = 30.0
+"""How long anybody waits for arena and agent to be made."""
 LEASE_SECONDS = 30.0
 """Longer than anybody waits for an output. A READ that is late may still end meanwhile."""
 
@@ -104,7 +106,9 @@ class EmbeddingExports:
         try:
             if self._making is None:
                 self._making = asyncio.create_task(self._make())
-            await asyncio.shield(self._making)
+            await asyncio.wait([self._making], timeout=START_SECONDS)
+            if not self._making.done():
+                raise ReadFailed(f"NIXL: no agent within {START_SECONDS:.0f} s")
             arena, export = self._arena, self._export
             if arena is None or export is None:
                 raise ReadFailed(self._unusable)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 
-from transfer.errors import ArenaFull, ReadFailed, TransferError
+from transfer.errors import ArenaFull, ReadFailed, StaleRef, TransferError
 from transfer.messages import EmbeddingPulled, PullEmbedding
 from transfer.nixl.reader import ArenaReader
 from transfer.tensor_ref import RemoteArena
@@ -83,17 +83,34 @@ class EmbeddingPulls:
         if (held := self._embeddings.lease(asked.identifier)) is not None:
             held.release()
             return
-        remote = asked.offer.arena
+        remote, clears = asked.offer.arena, self._embeddings.clears
         await asyncio.shield(self._connection(reader, remote))
         try:
             space = await asyncio.wrap_future(reader.read(remote, asked.offer.entry))
         except ReadFailed:
             self._disconnect(reader, remote.agent)
             raise
-        kept = await asyncio.to_thread(self._embeddings.keep, asked.identifier, space.memory)
-        space.cancel()
+        try:
+            self._require_wanted(clears)
+            keep = self._embeddings.keep
+            kept = await asyncio.to_thread(keep, asked.identifier, space.memory)
+        finally:  # at once: an error that is raised here may live until it is collected
+            space.cancel()
         if not kept:
             raise ArenaFull("the cache has no room for an encoder output")
+        try:
+            self._require_wanted(clears)
+        except StaleRef:
+            self._embeddings.forget(asked.identifier)
+            raise
+
+    def _require_wanted(self, clears: int) -> None:
+        """
+        Raises:
+            StaleRef: the cache was cleared since: the output may be one of other weights.
+        """
+        if self._embeddings.clears != clears:
+            raise StaleRef("all encoder outputs were to be forgotten meanwhile")
 
     def _connection(self, reader: ArenaReader, remote: RemoteArena) -> asyncio.Task[None]:
         """The connection to an encode worker, made unless it stands."""

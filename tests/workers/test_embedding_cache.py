@@ -29,6 +29,7 @@ from transfer.messages import (
 )
 from transfer.pack import lacks_tensors
 from transfer.registry import Registry
+from workers import embedding_cache
 from workers.embedding_cache import (
     REPEAT_SECONDS,
     HostEmbeddings,
@@ -197,6 +198,28 @@ async def test_frontends_are_told_what_is_there(
     while await within(next_told()) != []:
         pass
     assert await within(next_told(), REPEAT_SECONDS + 20) == []
+
+
+def test_a_long_list_is_made_less_often(
+    store: EmbeddingStore, embeddings: HostEmbeddings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(embedding_cache, "time", SimpleNamespace(monotonic=lambda: now))
+    identifiers = store.identifiers
+
+    def slowly() -> list[str]:
+        nonlocal now
+        now += 0.5
+        return identifiers()
+
+    monkeypatch.setattr(store, "identifiers", slowly)
+    assert embeddings.news() == []
+    began = now
+    store.save("image-" + "0" * 32, OUTPUT)
+    while (told := embeddings.news()) is None:
+        now += 0.1
+    assert told == ["image-" + "0" * 32]
+    assert now - began >= 0.5 * 19
 
 
 def test_two_workers_of_a_host_say_the_same_name(

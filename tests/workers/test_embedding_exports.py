@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from transfer.messages import (
     ReleaseEmbedding,
     encode_payload,
 )
+from transfer.nixl.export import ArenaExport
 from transfer.nixl.reader import ArenaReader
 from transfer.registry import Registry
 from workers import embedding_exports
@@ -213,6 +215,28 @@ async def test_without_nixl_it_says_so_once_and_each_who_asks_is_told(
         assert "nixl" in (await ask(line, move_id)).error
     assert caplog.text.count("switched off") == 1
     assert len(exports_of(worker)) == 0 and exports_of(worker)._arena is None
+
+
+async def test_an_agent_that_is_never_made_keeps_nobody_waiting(
+    line: Line, store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+
+    def slowly(arena: Arena) -> ArenaExport:
+        assert may_go_on.wait(PATIENCE)
+        return ArenaExport(arena)
+
+    monkeypatch.setattr(embedding_exports, "ArenaExport", slowly)
+    monkeypatch.setattr(embedding_exports, "START_SECONDS", 0.1)
+    store.save(IDENTIFIER, OUTPUT)
+    try:
+        assert "no agent" in (await ask(line)).error
+        store.capacity = (store.directory / IDENTIFIER).stat().st_size
+        assert store.save(OTHER, OUTPUT)  # the first is leased by nobody
+    finally:
+        may_go_on.set()
+    monkeypatch.setattr(embedding_exports, "START_SECONDS", PATIENCE)
+    await offered(line, 2, OTHER)
 
 
 async def test_agents_are_made_only_where_they_are_asked_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,7 +17,14 @@ from tests.nixl_owner import Owner
 from tests.workers.lines import Line
 from transfer.embeddings.home import EmbeddingHome
 from transfer.embeddings.store import EmbeddingStore
-from transfer.messages import EmbeddingOffer, EmbeddingPulled, PullEmbedding
+from transfer.messages import (
+    Call,
+    CallResult,
+    EmbeddingOffer,
+    EmbeddingPulled,
+    PullEmbedding,
+    encode_payload,
+)
 from transfer.registry import Registry
 from transfer.tensor_ref import ArenaId
 from workers import embedding_pulls
@@ -200,6 +208,36 @@ async def test_what_has_been_let_go_is_not_taken_for_what_it_was(
     owner.do("forget")
     offer(owner, elsewhere, 2, OUTPUT + 1)  # in its place
     assert "no longer there" in await pull(line, gone, 1)
+    assert store.identifiers() == []
+
+
+async def test_what_is_refused_takes_no_room_at_once(
+    worker: FakeWorker, line: Line, owner: Owner, elsewhere: EmbeddingStore
+) -> None:
+    offered = offer(owner, elsewhere, 1)
+    gc.collect()
+    gc.disable()
+    try:
+        assert named(1) in await pull(line, offered, 2)  # it is another image
+        assert bytes_used(worker) == 0
+    finally:
+        gc.enable()
+
+
+async def test_what_was_on_its_way_when_outputs_were_to_be_forgotten_is_not_kept(
+    worker: FakeWorker, line: Line, owner: Owner, store: EmbeddingStore,
+    elsewhere: EmbeddingStore,
+) -> None:
+    assert await pull(line, offer(owner, elsewhere, 1), 1) == ""
+    owner.do("progress_for", "tests", 0.0)
+    line.say(PullEmbedding(2, named(2), offer(owner, elsewhere, 2)))
+    await eventually(lambda: len(pulls_of(worker)) == 1)
+    line.say(Call(1, "reset_encoder_cache"), encode_payload([]))
+    result, _ = await line.hear(CallResult)
+    assert result.error is None
+    owner.do("progress_for", "tests", 60.0)
+    pulled, _ = await line.hear(EmbeddingPulled)
+    assert "forgotten" in pulled.error
     assert store.identifiers() == []
 
 

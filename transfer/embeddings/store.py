@@ -209,7 +209,17 @@ class EmbeddingStore:
 
     def identifiers(self) -> list[str]:
         """Return what is here, the most recently used last."""
-        return [found.path.name for found in self._entries()]
+        # Asked for again and again: with nothing made for an entry that is not needed here.
+        found: list[tuple[int, str]] = []
+        with suppress(FileNotFoundError), os.scandir(self.directory) as files:
+            for file in files:
+                if IDENTIFIER.fullmatch(file.name):
+                    try:
+                        used_at = file.stat(follow_symlinks=False).st_mtime_ns
+                    except OSError:  # it has gone meanwhile
+                        continue
+                    found.append((used_at, file.name))
+        return [name for _, name in sorted(found)]
 
     def version(self) -> int:
         """Return a number that changes when an output comes or goes."""
