@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 MOVE_SECONDS = 10.0
 """How long a move may take. The first is the longest: both sides take memory for it."""
+TURN_SECONDS = 10.0
+"""How long one may wait for its turn. Beyond that its request would not wait for it either,
+and more would queue than the line carries."""
 MOST_AT_ONCE = 4
 """Moves of one encode worker to one host; more would only share the line, and need room."""
 RETRY_SECONDS = 30.0
@@ -77,16 +80,16 @@ class EmbeddingMoves:
     async def move(self, identifier: str, source: Worker, target: Worker) -> bool:
         """Have an output of ``source`` put into the cache of ``target``'s host.
 
-        Tells whether it is there, within ``MOVE_SECONDS`` from when it has its turn.
+        Tells whether it is there, within ``MOVE_SECONDS`` from when it has its turn, and
+        that within ``TURN_SECONDS``.
         """
         cache = self._images.cache_of(target.name)
         pair = (source.name, cache)
-        async with self._turns.setdefault(pair, asyncio.Semaphore(MOST_AT_ONCE)):
-            moved = not self._is_paused(pair) and await self._try(identifier, source, target)
-            if moved:
-                self._images.note_shared(cache, identifier)
-            elif not self._is_paused(pair):
-                self._pause(pair)
+        moved = await self._in_turn(pair, identifier, source, target)
+        if moved:
+            self._images.note_shared(cache, identifier)
+        elif not self._is_paused(pair):
+            self._pause(pair)
         self._count("moved" if moved else "failed")
         return moved
 
@@ -106,6 +109,24 @@ class EmbeddingMoves:
         for (name, _), future in self._asked.items():
             if name == worker.name and not future.done():
                 future.set_exception(_MoveFailed(f"worker {name} was lost"))
+
+    async def _in_turn(
+        self, pair: tuple[str, str], identifier: str, source: Worker, target: Worker
+    ) -> bool:
+        turn = self._turns.setdefault(pair, asyncio.Semaphore(MOST_AT_ONCE))
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await turn.acquire()
+        except TimeoutError:
+            logger.warning(
+                "outputs of %s do not reach %s as fast as they are asked for",
+                source.name, target.name,
+            )
+            return False
+        try:
+            return not self._is_paused(pair) and await self._try(identifier, source, target)
+        finally:
+            turn.release()
 
     async def _try(self, identifier: str, source: Worker, target: Worker) -> bool:
         move_id = next(self._ids)

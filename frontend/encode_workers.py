@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -79,12 +80,17 @@ class EncodeWorkers:
         self._deliveries: dict[tuple[str, str], _Wait] = {}
         """To other hosts, by shared cache there and identifier; the encoding included."""
         self._coming: dict[str, int] = {}
-        """Tokens of the prompts that wait for deliveries, by the worker they are meant
-        for: it has not been charged for them yet."""
+        """Tokens of the prompts that wait, by the worker they are meant for, if they are
+        meant for one: nobody has been charged for them yet."""
 
     def __len__(self) -> int:
         """Count the images in hand."""
         return len(self._jobs)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the prompts that wait for images."""
+        return sum(self._coming.values())
 
     async def encode(
         self,
@@ -113,16 +119,13 @@ class EncodeWorkers:
         awake = [worker for worker in encoders if worker.name not in hanging]
         if near := [worker for worker in awake if images.cache_of(worker.name) in caches]:
             jobs = [self._job(request, feature, near) for feature in features]
-            await self._wait([(job, job.done) for job in jobs])
+            with self._waiting("", blocks.num_tokens):
+                await self._wait([(job, job.done) for job in jobs])
         elif far := self._across_hosts(blocks, awake, generators):
             target, sources = far
-            self._coming[target.name] = self._coming.get(target.name, 0) + blocks.num_tokens
-            try:
-                await self._wait([self._bring(request, f, sources, target) for f in features])
-            finally:
-                self._coming[target.name] -= blocks.num_tokens
-                if not self._coming[target.name]:
-                    del self._coming[target.name]
+            work = [self._bring(request, feature, sources, target) for feature in features]
+            with self._waiting(target.name, blocks.num_tokens):
+                await self._wait(work)
 
     def on_outputs(self, outputs: EngineCoreOutputs) -> None:
         """Take over what an encode worker has done."""
@@ -134,10 +137,15 @@ class EncodeWorkers:
                     self._router.images.note_shared(cache, job.identifier)
                 self._end(job, encoded)
 
-    def on_missing(self, request_id: str) -> None:
-        """An encode worker cannot read the tensors: send them along."""
-        if (job := self._jobs.get(request_id)) is not None:
-            self._send(job.request, job.worker, True)
+    def on_missing(self, request_id: str) -> bool:
+        """An encode worker cannot read the tensors: send them along, if it is to have them.
+
+        Tells whether it is.
+        """
+        if (job := self._jobs.get(request_id)) is None:
+            return False
+        self._send(job.request, job.worker, True)
+        return True
 
     def on_lost(self, worker: Worker) -> list[EngineCoreRequest]:
         """An encode worker has gone: its images are encoded elsewhere.
@@ -155,6 +163,17 @@ class EncodeWorkers:
             self._end(job, encoded=False)
         for _, delivery in self._deliveries.values():
             delivery.cancel()
+
+    @contextmanager
+    def _waiting(self, worker: str, tokens: int) -> Iterator[None]:
+        """Within, a prompt of so many tokens waits, to go to that worker if it is named."""
+        self._coming[worker] = self._coming.get(worker, 0) + tokens
+        try:
+            yield
+        finally:
+            self._coming[worker] -= tokens
+            if not self._coming[worker]:
+                del self._coming[worker]
 
     async def _wait(self, work: Sequence[_Wait]) -> None:
         """Wait for images, but not for ever, and note whose encoding was not done then."""
@@ -188,7 +207,8 @@ class EncodeWorkers:
         """Have an image encoded by one of ``sources`` and its output moved to ``target``."""
         images, identifier = self._router.images, feature.identifier
         wanted = (images.cache_of(target.name), identifier)
-        if (known := self._deliveries.get(wanted)) is not None:
+        known = self._deliveries.get(wanted)
+        if known is not None and not _is_overdue(known[0]):
             return known
         job: _Job | None = None
         source = next((w for w in sources if images.is_held(identifier, [w.name])), None)
@@ -198,9 +218,13 @@ class EncodeWorkers:
         delivery = asyncio.create_task(
             self._deliver(job, identifier, source, target), name="delivery of an output"
         )
-        self._deliveries[wanted] = (job, delivery)
-        delivery.add_done_callback(lambda _: self._deliveries.pop(wanted))
-        return job, delivery
+        wait = self._deliveries[wanted] = (job, delivery)
+        delivery.add_done_callback(lambda _: self._end_delivery(wanted, wait))
+        return wait
+
+    def _end_delivery(self, wanted: tuple[str, str], wait: _Wait) -> None:
+        if self._deliveries.get(wanted) is wait:  # else another encode worker was asked
+            del self._deliveries[wanted]
 
     async def _deliver(
         self, job: _Job | None, identifier: str, source: Worker, target: Worker
@@ -220,7 +244,8 @@ class EncodeWorkers:
         """The job that has, or now gets, this image."""
         for worker in encoders:
             cache = self._router.images.cache_of(worker.name)
-            if (job := self._by_image.get((cache, feature.identifier))) is not None:
+            job = self._by_image.get((cache, feature.identifier))
+            if job is not None and not _is_overdue(job):
                 return job
         load = dict.fromkeys((worker.name for worker in encoders), 0)
         for job in self._jobs.values():
@@ -249,6 +274,11 @@ class EncodeWorkers:
         self._count("encoded" if encoded else "failed")
         if not job.done.done():
             job.done.set_result(encoded)
+
+
+def _is_overdue(job: _Job | None) -> bool:
+    """Whether the worker that has an image is not to be waited for."""
+    return job is not None and job.overdue
 
 
 def request_to_encode(

@@ -160,6 +160,13 @@ class RoutedEngineClient(AdminCalls):
             return None
         return {**asdict(self._arena.stats()), "items_without_room": self._cache.inlined}
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the prompts that no worker has been charged for yet: their images are
+        being encoded.
+        """
+        return self._encoders.waiting_tokens
+
     def callable_workers(self) -> list[Worker]:
         return list(self.pool.ready_workers().values())
 
@@ -175,7 +182,7 @@ class RoutedEngineClient(AdminCalls):
     # What AsyncLLM calls for every request.
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Route a request and send it.
+        """Route a request and send it, unless it is aborted before it can be.
 
         Raises:
             NoWorkers: none was ready in time.
@@ -184,8 +191,11 @@ class RoutedEngineClient(AdminCalls):
         if request.mm_features and self._cache is not None:
             identify(request, self._cache, self._embeddings)
         let_others_begin()  # only workers are waited for from here on
-        blocks = await self._have_encoded(request)
-        routed = await self.requests.add(request, blocks)
+        with self.requests.coming(request.request_id):
+            blocks = await self._have_encoded(request)
+            routed = await self.requests.add(request, blocks)
+        if routed is None:
+            return  # vLLM has told its client
         log_routed(routed)
         self._metrics.count(routed)
         if (receipt := current_receipt.get()) is not None:
@@ -207,9 +217,15 @@ class RoutedEngineClient(AdminCalls):
     def _send_to_encode(
         self, request: EngineCoreRequest, worker: Worker, inline: bool
     ) -> None:
-        if inline or worker.transfer == "inline" or not is_by_reference(request):
+        began = time.perf_counter()
+        inline = inline or worker.transfer == "inline" or not is_by_reference(request)
+        if inline:
             request = with_tensors(request, self._arena)
-        worker.link.send(AddRequest(request.request_id), encode_payload(request))
+        payload = encode_payload(request)
+        if inline:
+            nbytes = sum(len(frame) for frame in payload)
+            self._metrics.sent_inline(nbytes, time.perf_counter() - began)
+        worker.link.send(AddRequest(request.request_id), payload)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self.requests.abort(request_ids)
@@ -318,7 +334,9 @@ class RoutedEngineClient(AdminCalls):
             case Outputs():
                 self._encoders.on_outputs(decode_outputs(payload))
             case TensorsMissing():
-                self._encoders.on_missing(message.request_id)
+                if self._encoders.on_missing(message.request_id):
+                    self._metrics.tensors_missing.inc()
+                    logger.warning("worker %s lacks tensors: %s", worker.name, message.reason)
             case EmbeddingExported():
                 self._moves.on_message(worker, message)
             case CallResult():

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Set
+from collections.abc import Coroutine, Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -76,6 +77,8 @@ class InFlight:
         self._worker_wait_timeout = worker_wait_timeout
         self._migration_limit = migration_limit
         self._pool: WorkerPool | None = None
+        self._coming: set[str] = set()
+        """Requests that wait, for their images or for a worker, before they are sent."""
         self._sent: dict[str, SentRequest] = {}
         self._families: dict[str, str] = {}
         """Parent of an n > 1 request -> the worker that its first child went to."""
@@ -105,15 +108,29 @@ class InFlight:
 
     # Sending.
 
+    @contextmanager
+    def coming(self, request_id: str) -> Iterator[None]:
+        """Within, a request is going to be added, unless it is aborted before."""
+        self._coming.add(request_id)
+        try:
+            yield
+        finally:
+            self._coming.discard(request_id)
+
     async def add(
         self, request: EngineCoreRequest, blocks: RequestBlocks | None = None
-    ) -> Routed:
+    ) -> Routed | None:
         """Route a request and send it; without ``blocks`` its prompt is hashed first.
+
+        Call it within ``coming``. None: it was aborted before it was sent.
 
         Raises:
             NoWorkers: none was ready in time.
         """
-        if not await self.pool.wait_until_ready(self._worker_wait_timeout):
+        ready = await self.pool.wait_until_ready(self._worker_wait_timeout)
+        if request.request_id not in self._coming:
+            return None
+        if not ready:
             self._log.no_worker()
             raise NoWorkers(self._worker_wait_timeout)
         # A request whose input streams in comes in parts, all for one worker.
@@ -127,6 +144,7 @@ class InFlight:
 
     def abort(self, request_ids: list[str]) -> None:
         """Have workers drop requests; those that are over or unknown are ignored."""
+        self._coming.difference_update(request_ids)
         by_worker: dict[str, list[str]] = {}
         for request_id in request_ids:
             sent = self._sent.get(request_id)

@@ -190,7 +190,7 @@ def fleet_load(client: RoutedEngineClient) -> FleetLoad:
         workers=len(loads),
         requests=sum(load.requests for load in loads),
         own_requests=len(book),
-        prefill_tokens=sum(load.prefill_tokens for load in loads),
+        prefill_tokens=sum(load.prefill_tokens for load in loads) + client.waiting_tokens,
     )
 
 

@@ -234,6 +234,28 @@ async def test_many_at_once_wait_for_their_turn(
     assert moves(fleet) == (len(numbers), 0)
 
 
+async def test_a_request_goes_on_when_the_worker_it_is_meant_for_is_another_meanwhile(
+    registry: Registry, here: Host, there: Host
+) -> None:
+    elsewhere = Registry(registry.path.parent, "elsewhere")
+    address = f"ipc://{elsewhere.path}/w"
+    settings: dict[str, Any] = {
+        "embeddings": here.shared, "cache_gib": CACHE_GIB, "address": address,
+    }
+    async with Fleet(registry, addresses=[address]) as fleet:
+        async with FakeWorker(elsewhere, **settings):
+            await fleet.until_ready("worker-1")
+            await told(fleet, "worker-1", here.shared)
+            encodes = await helper(fleet, there)
+            asking = asyncio.create_task(routed(fleet, "r", 1.0))
+            job = await within(encodes.engine.added.get())
+        async with FakeWorker(elsewhere, "worker-2", epoch="epoch-2", **settings):
+            await fleet.until_ready("worker-2")
+            encodes.outbox.fail("frontend-1", job.request_id, "no")
+            assert held(await within(asking)) == ("worker-2", 0)
+            assert fleet.client._encoders._coming == {}
+
+
 async def test_encode_workers_of_the_same_host_come_first(
     fleet: Fleet, here: Host, there: Host
 ) -> None:
@@ -394,6 +416,25 @@ class TestAMoveThatFails:
             [seen] = fleet.pool.encode_workers()
             fleet.client.on_message(seen, lost[0], ())
             await eventually(lambda: len(exports_of(encodes)) == 0)
+
+    async def test_because_its_turn_does_not_come(
+        self, fleet: Fleet, here: Host, there: Host, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(embedding_moves, "MOST_AT_ONCE", 1)
+        monkeypatch.setattr(embedding_moves, "TURN_SECONDS", 0.2)
+        worker = await generator(fleet, here)
+        encodes = await helper(fleet, there)
+        said = unheard(worker, EmbeddingPulled)
+        first = asyncio.create_task(routed(fleet, "r", 1.0))
+        await encode(encodes, there)
+        await eventually(lambda: said)
+        assert held(await asked(fleet, encodes, there, 2.0)) == ("worker-1", 0)
+        assert moves(fleet) == (0, 1) and not first.done()
+        [seen] = fleet.client.callable_workers()
+        fleet.client.on_message(seen, said[0], ())
+        assert held(await within(first)) == ("worker-1", 1)
+        assert moves(fleet) == (1, 1)
+        await is_encoded_in_place(fleet, worker, "r2.0")
 
     @pytest.mark.parametrize("lost", ["the encode worker", "the worker"])
     async def test_because_one_of_the_two_is_lost(

@@ -11,12 +11,15 @@ import pytest
 import torch
 from vllm.v1.engine import FinishReason
 
+from frontend.admission import FleetLoad
 from frontend.encode_workers import PREFIX
 from frontend.receipt import Receipt, current_receipt
+from frontend.server import fleet_load
 from tests.fakes import FakeWorker, eventually, make_facts, make_item, make_request, within
 from tests.frontend.fleets import Fleet
 from transfer.embeddings.home import EmbeddingHome
 from transfer.embeddings.store import EmbeddingStore
+from transfer.messages import TensorsMissing
 from transfer.registry import Registry
 from workers.embedding_cache import HostEmbeddings
 
@@ -61,6 +64,13 @@ async def told(fleet: Fleet, name: str, shared: HostEmbeddings | None) -> None:
     """Wait until the frontend knows whose outputs a worker shares."""
     if shared is not None:
         await eventually(lambda: fleet.client.router.images.cache_of(name) == shared.name)
+
+
+def forget_images(fleet: Fleet) -> None:
+    """As if no request had shown any image to a worker."""
+    router = fleet.client.router
+    for part in (router.images, router.promises):
+        part.drop_worker("worker-1")
 
 
 async def routed(fleet: Fleet, request_id: str, *pixels: float) -> Receipt:
@@ -166,6 +176,39 @@ async def test_an_image_that_cannot_be_encoded_there_is_encoded_in_place(
     await fleet.answer("r")
 
 
+async def test_tensors_that_one_cannot_read_are_sent_along_and_that_is_counted(
+    fleet: Fleet, shared: HostEmbeddings
+) -> None:
+    await generator(fleet, shared)
+    helper = await encoder(fleet, shared)
+    helper.engine.stalled = True
+    task = asyncio.create_task(routed(fleet, "r", 1.0))
+    job = await within(helper.engine.added.get())
+    helper.frontends.end(job.request_id)  # as if it had not got so far
+    for request_id in ("encode-unknown", job.request_id):
+        helper.link.send("frontend-1", TensorsMissing(request_id, "gone"))
+    again = await within(helper.engine.added.get())
+    assert again.request_id == job.request_id
+    assert fleet.count("tensors_missing") == 1
+    assert fleet.counted.inline_bytes > 8 * 100 * 4
+    helper.engine.say(job.request_id, finished=True)
+    assert (await within(task)).routed[0].embeddings_held == 1
+
+
+async def test_prompts_that_wait_count_as_work_to_be_done(
+    fleet: Fleet, shared: HostEmbeddings
+) -> None:
+    worker, helper = await generator(fleet, shared), await encoder(fleet, shared)
+    worker.engine.stalled = helper.engine.stalled = True
+    asking = [asyncio.create_task(routed(fleet, f"r{n}", 1.0)) for n in range(2)]
+    job = await within(helper.engine.added.get())
+    assert fleet_load(fleet.client) == FleetLoad(workers=1, prefill_tokens=2 * 40)
+    helper.engine.say(job.request_id, finished=True)
+    await within(asyncio.gather(*asking))
+    assert fleet.client.waiting_tokens == 0
+    assert fleet_load(fleet.client).own_requests == 2
+
+
 async def test_who_waits_too_long_goes_on(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:
@@ -194,6 +237,23 @@ async def test_one_that_hangs_is_waited_for_once(
     await eventually(lambda: not len(fleet.client._encoders))
     helper.engine.stalled = False
     assert (await within(routed(fleet, "t", 3.0))).routed[0].embeddings_held == 1
+
+
+async def test_an_image_that_one_hangs_with_is_encoded_by_another(
+    fleet: Fleet, shared: HostEmbeddings
+) -> None:
+    await generator(fleet, shared)
+    helpers = [await encoder(fleet, shared, f"encoder-{n}") for n in range(2)]
+    for helper in helpers:
+        helper.engine.stalled = True
+    fleet.client._encoders._seconds = 0.05
+    await routed(fleet, "r", 1.0)
+    for helper in helpers:
+        helper.engine.stalled = False
+    fleet.client._encoders._seconds = 1000.0
+    forget_images(fleet)
+    assert (await within(routed(fleet, "s", 1.0))).routed[0].embeddings_held == 1
+    assert sum(len(helper.engine.pixels) for helper in helpers) == 2
 
 
 async def test_what_a_lost_encode_worker_may_be_reading_stays_in_place(
@@ -228,6 +288,22 @@ async def test_a_client_that_leaves_ends_nobody_elses_wait(
     await asyncio.wait([leaves])
     helper.engine.say(job.request_id, finished=True)
     assert (await within(stays)).routed[0].embeddings_held == 1
+
+
+async def test_what_is_aborted_while_it_waits_is_not_sent(
+    fleet: Fleet, shared: HostEmbeddings
+) -> None:
+    worker, helper = await generator(fleet, shared), await encoder(fleet, shared)
+    helper.engine.stalled = True
+    task = asyncio.create_task(routed(fleet, "r", 1.0))
+    job = await within(helper.engine.added.get())
+    await fleet.client.abort_requests_async(["r"])
+    helper.engine.say(job.request_id, finished=True)
+    assert (await within(task)).routed == []
+    await routed(fleet, "s", 1.0)
+    await fleet.answer("s")
+    assert set(worker.engine.pixels) == {"s"}
+    await eventually(fleet.at_rest)
 
 
 async def test_without_nixl_an_encode_worker_of_another_host_is_of_no_use(

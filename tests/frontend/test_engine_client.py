@@ -20,7 +20,14 @@ from frontend.receipt import Receipt, current_receipt
 from frontend.router.block_hashes import RequestHasher
 from frontend.router.router import Route, Router
 from frontend.sent_request import AnswerLost, NoWorkers
-from tests.fakes import eventually, make_facts, make_item, make_request, within
+from tests.fakes import (
+    PATIENCE,
+    eventually,
+    make_facts,
+    make_item,
+    make_request,
+    within,
+)
 from tests.frontend.fleets import Fleet
 from transfer.arena_layout import SHM
 from transfer.registry import Registry
@@ -423,6 +430,23 @@ async def test_a_request_waits_for_the_first_worker(fleet: Fleet) -> None:
     await fleet.start()
     await within(adding)
     assert tokens_of(await fleet.answer("r")) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+async def test_what_is_aborted_while_it_waits_for_the_first_worker_is_not_sent(
+    registry: Registry, comes: bool
+) -> None:
+    async with Fleet(registry, wait=PATIENCE if comes else 0.05) as fleet:
+        adding = asyncio.ensure_future(fleet.client.add_request_async(make_request("r")))
+        await asyncio.sleep(0)  # it waits now
+        await fleet.client.abort_requests_async(["r"])
+        if not comes:
+            await within(adding)  # whom would it help to hear of that?
+            return
+        worker = await fleet.start()
+        await within(adding)
+        assert worker.engine.added.empty()
+        await eventually(fleet.at_rest)
 
 
 async def test_input_that_streams_in_goes_to_one_worker_and_stays_in_place(
