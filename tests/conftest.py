@@ -15,8 +15,9 @@ settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
+    """For the whole session: an async fixture can live no longer than this one."""
     return "asyncio"
 
 

@@ -44,11 +44,6 @@ SEED = bytes(range(32))
 SECONDS = 120.0
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @dataclass
 class Side:
     """A renderer and the cache behind it."""

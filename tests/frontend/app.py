@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pybase64
+import pytest
 from prometheus_client import CollectorRegistry
 from vllm.entrypoints.launchers.api_server import entry
 from vllm.renderers.base import BaseRenderer
@@ -39,6 +40,13 @@ from transfer.messages import PROTOCOL_VERSION, Hello
 from transfer.registry import Registry
 
 CHECKPOINT = Path(__file__).parents[2] / ".demo" / "checkpoint"
+
+APP_MARKS = [
+    pytest.mark.anyio,
+    # vLLM's own app uses what its own protocol deprecates.
+    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
+]
+"""Of tests that use the app."""
 
 
 @dataclass

@@ -25,13 +25,11 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from frontend.media.connector import CONNECTOR
 from tests.fakes import make_item
-from tests.frontend.app import CHECKPOINT, App, by_url, in_place, running_app
+from tests.frontend.app import APP_MARKS, CHECKPOINT, App, by_url, in_place, running_app
 from transfer.pack import is_packed
 
 pytestmark = [
-    pytest.mark.anyio,
-    # vLLM's own app uses what its own protocol deprecates.
-    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
+    *APP_MARKS,
     # vLLM's, about what it decodes from a request's JSON.
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
@@ -42,11 +40,6 @@ PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def running() -> AsyncIterator[App]:
     async with running_app(CHECKPOINT, "--limit-mm-per-prompt", '{"image": 3}') as app:
         yield app
@@ -54,7 +47,7 @@ async def running() -> AsyncIterator[App]:
 
 @pytest.fixture
 def app(running: App, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
-    """Every test leaves nothing in use."""
+    """In place of the app of most modules. Every test leaves nothing in use."""
     monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", CONNECTOR)
     yield running
     gc.collect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -13,24 +12,9 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker, BaseMultiModalItemTracker
 
 from frontend.spared_work import one_processor_for_chats
-from tests.frontend.app import CHECKPOINT, App, in_place, running_app
+from tests.frontend.app import APP_MARKS, CHECKPOINT, App, in_place, running_app
 
-pytestmark = [
-    pytest.mark.anyio,
-    # vLLM's own app uses what its own protocol deprecates.
-    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def app() -> AsyncIterator[App]:
-    async with running_app() as app:
-        yield app
+pytestmark = APP_MARKS
 
 
 class Asked:

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from vllm.renderers.base import BaseRenderer
 
 from frontend.segment_tokenizer import SHORTEST_TEXT, SegmentTokenizer
-from tests.frontend.app import App, running_app
+from tests.frontend.app import APP_MARKS, App
 
-pytestmark = [
-    pytest.mark.anyio,
-    # vLLM's own app uses what its own protocol deprecates.
-    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def app() -> AsyncIterator[App]:
-    async with running_app() as app:
-        yield app
+pytestmark = APP_MARKS
 
 
 class Tokenizing:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,14 @@ from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import MediaUnavailable, UrlPolicy
 from frontend.receipt import Receipt, current_receipt
-from tests.frontend.app import App, by_url, in_place, running_app
-from tests.frontend.media.web import Site, running_site
+from tests.frontend.app import APP_MARKS, App, by_url, in_place
+from tests.frontend.media.web import Site
 
 pytestmark = [
-    pytest.mark.anyio,
-    # vLLM's own app uses what its own protocol deprecates.
-    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
+    *APP_MARKS,
     # Pillow's, about the conversion of a palette to L.
     pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def app() -> AsyncIterator[App]:
-    async with running_app() as app:
-        yield app
-
-
-@pytest.fixture
-async def site() -> AsyncIterator[Site]:
-    async with running_site() as site:
-        yield site
 
 
 @pytest.fixture(autouse=True)

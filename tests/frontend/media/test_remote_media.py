@@ -13,7 +13,7 @@ from frontend.admission import Admission, AdmissionLimits, FleetLoad, NotAdmitte
 from frontend.media.remote_media import MAX_REDIRECTS, MediaServerFailed, RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import MediaUnavailable, UrlPolicy
-from tests.frontend.media.web import Site, running_site
+from tests.frontend.media.web import Site
 from tests.frontend.test_admission import Engine
 
 pytestmark = pytest.mark.anyio
@@ -27,12 +27,6 @@ def one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-
-
-@pytest.fixture
-async def site() -> AsyncIterator[Site]:
-    async with running_site() as site:
-        yield site
 
 
 @pytest.fixture

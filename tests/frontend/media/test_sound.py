@@ -15,17 +15,11 @@ from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import UrlPolicy
 from tests.families.media import SAMPLES_PER_SECOND, sound
-from tests.frontend.media.web import Site, running_site
+from tests.frontend.media.web import Site
 
 pytestmark = pytest.mark.anyio
 
 IN_PLACE = "data:audio/wav;base64,"
-
-
-@pytest.fixture
-async def site() -> AsyncIterator[Site]:
-    async with running_site() as site:
-        yield site
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,32 +13,11 @@ from frontend.arena_cache import IdentifiedItem
 from frontend.media.connector import CONNECTOR
 from tests.e2e.pictures import encoded, pattern
 from tests.families.media import by_url, film, in_place
-from tests.frontend.app import App, running_app
-from tests.frontend.media.web import Site, running_site
+from tests.frontend.app import APP_MARKS, App
+from tests.frontend.media.web import Site
 from transfer.pack import is_packed
 
-pytestmark = [
-    pytest.mark.anyio,
-    # vLLM's own app uses what its own protocol deprecates.
-    pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def app() -> AsyncIterator[App]:
-    async with running_app() as app:
-        yield app
-
-
-@pytest.fixture
-async def site() -> AsyncIterator[Site]:
-    async with running_site() as site:
-        yield site
+pytestmark = APP_MARKS
 
 
 @pytest.fixture(autouse=True)
