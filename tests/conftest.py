@@ -21,6 +21,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture(scope="module")
+def over_tcp() -> Iterator[None]:
+    """NIXL agents reach each other as they do between hosts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        yield
+
+
 @pytest.fixture
 def registry() -> Iterator[Registry]:
     """A registry of its own, on a path short enough for Unix sockets."""

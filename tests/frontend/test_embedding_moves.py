@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,19 +26,15 @@ from workers.embedding_cache import HostEmbeddings
 from workers.embedding_exports import EmbeddingExports
 
 pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.usefixtures("over_tcp")]
 
 CACHE_GIB = 1 / 256
 OUTPUT = torch.rand(4, 64)
 
 
 @pytest.fixture(autouse=True)
-def over_tcp() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        # A busy machine is no failure.
-        patch.setattr(embedding_moves, "MOVE_SECONDS", PATIENCE)
-        yield
+def a_busy_machine_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding_moves, "MOVE_SECONDS", PATIENCE)
 
 
 class Host:

@@ -10,7 +10,7 @@ import asyncio
 import ctypes
 import gc
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -175,13 +175,6 @@ async def test_a_client_that_leaves_while_its_picture_is_fetched() -> None:
 
         await leaves_nothing(round_, lambda: admission.body_bytes == 0)
         await remote.close()
-
-
-@pytest.fixture
-def over_tcp() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        yield
 
 
 @pytest.mark.nixl

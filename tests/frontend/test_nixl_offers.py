@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -17,17 +17,10 @@ from transfer.registry import Registry
 from workers import nixl_transfer
 
 pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.usefixtures("over_tcp")]
 
 CACHE_GIB = 1 / 128
 """8 MiB."""
-
-
-@pytest.fixture(autouse=True)
-def over_tcp() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        yield
 
 
 @pytest.fixture

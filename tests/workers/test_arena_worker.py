@@ -14,7 +14,6 @@ from vllm.multimodal.utils import strip_covered_mm_data
 
 from frontend.arena_cache import ArenaProcessorCache
 from tests.fakes import (
-    HASHER,
     FakeArenaReader,
     handles_on,
     make_item,
@@ -23,17 +22,6 @@ from tests.fakes import (
 )
 from transfer.arena import Arena
 from transfer.errors import StaleRef
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena(1 << 16, populate=False) as arena:
-        yield arena
-
-
-@pytest.fixture
-def cache(arena: Arena) -> ArenaProcessorCache:
-    return ArenaProcessorCache(arena, HASHER, "model")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from configs.flags import BadSetting
 from configs.schema import WorkerConfig
 from tests.fakes import FakeWorker, make_item, make_request, within
 from tests.workers.lines import Line
-from transfer.arena import Arena
 from transfer.embeddings.home import EmbeddingHome
 from transfer.embeddings.store import EmbeddingStore
 from transfer.messages import (
@@ -28,7 +26,6 @@ from transfer.messages import (
     encode_payload,
 )
 from transfer.pack import lacks_tensors
-from transfer.registry import Registry
 from workers import embedding_cache
 from workers.embedding_cache import (
     REPEAT_SECONDS,
@@ -44,35 +41,8 @@ OUTPUT = torch.ones(4, 8)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddingStore]:
-    store = EmbeddingStore(tmp_path / "outputs", "key", 1 << 16)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def embeddings(store: EmbeddingStore, tmp_path: Path) -> HostEmbeddings:
-    return HostEmbeddings(EmbeddingHome(bytes(32), "ns", tmp_path), store)
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena(1 << 16, populate=False) as arena:
-        yield arena
-
-
-@pytest.fixture
-async def worker(
-    registry: Registry, embeddings: HostEmbeddings
-) -> AsyncIterator[FakeWorker]:
-    async with FakeWorker(registry, embeddings=embeddings) as worker:
-        yield worker
-
-
-@pytest.fixture
-async def line(worker: FakeWorker, arena: Arena) -> AsyncIterator[Line]:
-    async with Line(worker, arena=arena) as line:
-        yield line
+def worker_settings(embeddings: HostEmbeddings) -> dict[str, Any]:
+    return {"embeddings": embeddings}
 
 
 def picture(line: Line, number: float = 1.0) -> tuple[Any, str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from tests.fakes import FakeWorker, eventually, make_facts, within
 from tests.fakes_nixl import PATIENCE, cpu_seconds
 from tests.workers.lines import Line
 from transfer.arena import Arena
-from transfer.embeddings.home import EmbeddingHome
 from transfer.embeddings.store import EmbeddingStore
 from transfer.messages import (
     Bye,
@@ -35,7 +34,7 @@ from workers.embedding_cache import HostEmbeddings
 from workers.embedding_exports import EmbeddingExports
 
 pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.usefixtures("over_tcp")]
 
 IDENTIFIER, OTHER = "image-" + "0" * 32, "image-" + "1" * 32
 OUTPUT = torch.rand(40, 64)
@@ -43,41 +42,21 @@ CACHE_GIB = 1 / 1024
 """1 MiB."""
 
 
-@pytest.fixture(autouse=True)
-def over_tcp() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        yield
+@pytest.fixture
+def store_bytes() -> int:
+    return 1 << 22
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddingStore]:
-    store = EmbeddingStore(tmp_path / "outputs", "key", 1 << 22)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def embeddings(store: EmbeddingStore, tmp_path: Path) -> HostEmbeddings:
-    return HostEmbeddings(EmbeddingHome(bytes(32), "ns", tmp_path), store)
-
-
-@pytest.fixture
-async def worker(
-    registry: Registry, embeddings: HostEmbeddings
-) -> AsyncIterator[FakeWorker]:
+def worker_settings(embeddings: HostEmbeddings) -> dict[str, Any]:
     facts = make_facts(role="encode")
-    async with FakeWorker(
-        registry, facts=facts, embeddings=embeddings, cache_gib=CACHE_GIB
-    ) as worker:
-        yield worker
+    return {"facts": facts, "embeddings": embeddings, "cache_gib": CACHE_GIB}
 
 
 @pytest.fixture
-async def line(worker: FakeWorker) -> AsyncIterator[Line]:
-    async with Line(worker) as line:
-        await line.greet()
-        yield line
+async def line(line: Line) -> Line:
+    await line.greet()
+    return line
 
 
 def exports_of(worker: FakeWorker) -> EmbeddingExports:

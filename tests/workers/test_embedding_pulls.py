@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,6 @@ from tests.fakes import PATIENCE, FakeWorker, eventually
 from tests.fakes_nixl import cpu_seconds
 from tests.nixl_owner import Owner
 from tests.workers.lines import Line
-from transfer.embeddings.home import EmbeddingHome
 from transfer.embeddings.store import EmbeddingStore
 from transfer.messages import (
     Call,
@@ -32,20 +32,13 @@ from workers.embedding_cache import HostEmbeddings
 from workers.embedding_pulls import EmbeddingPulls
 
 pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.usefixtures("over_tcp")]
 
 OUTPUT = torch.rand(40, 64)
 
 
 def named(number: int) -> str:
     return f"image-{number:032x}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def over_tcp() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +62,8 @@ def doomed(over_tcp: None) -> Iterator[Owner]:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[EmbeddingStore]:
-    store = EmbeddingStore(tmp_path / "outputs", "key", 1 << 15)
-    yield store
-    store.close()
+def store_bytes() -> int:
+    return 1 << 15
 
 
 @pytest.fixture
@@ -84,21 +75,14 @@ def elsewhere(tmp_path: Path) -> Iterator[EmbeddingStore]:
 
 
 @pytest.fixture
-async def worker(
-    registry: Registry, store: EmbeddingStore, tmp_path: Path
-) -> AsyncIterator[FakeWorker]:
-    embeddings = HostEmbeddings(EmbeddingHome(bytes(32), "ns", tmp_path), store)
-    async with FakeWorker(
-        registry, cache_gib=1 / 256, transfer_timeout=PATIENCE, embeddings=embeddings
-    ) as worker:
-        yield worker
+def worker_settings(embeddings: HostEmbeddings) -> dict[str, Any]:
+    return {"embeddings": embeddings, "cache_gib": 1 / 256, "transfer_timeout": PATIENCE}
 
 
 @pytest.fixture
-async def line(worker: FakeWorker) -> AsyncIterator[Line]:
-    async with Line(worker) as line:
-        await line.greet()
-        yield line
+async def line(line: Line) -> Line:
+    await line.greet()
+    return line
 
 
 def offer(
@@ -308,16 +292,10 @@ async def test_without_nixl_it_says_so(
 
 
 async def test_a_worker_that_ends_meanwhile_ends(
-    registry: Registry, doomed: Owner, store: EmbeddingStore, elsewhere: EmbeddingStore,
-    tmp_path: Path,
+    registry: Registry, worker_settings: dict[str, Any], doomed: Owner,
+    elsewhere: EmbeddingStore,
 ) -> None:
-    embeddings = HostEmbeddings(EmbeddingHome(bytes(32), "ns", tmp_path), store)
-    async with (
-        FakeWorker(
-            registry, cache_gib=1 / 256, transfer_timeout=PATIENCE, embeddings=embeddings
-        ) as worker,
-        Line(worker) as line,
-    ):
+    async with FakeWorker(registry, **worker_settings) as worker, Line(worker) as line:
         await line.greet()
         assert await pull(line, offer(doomed, elsewhere, 1), 1) == ""
         offered = offer(doomed, elsewhere, 2)

@@ -13,24 +13,13 @@ from vllm.multimodal.inputs import (
 )
 
 from frontend.arena_cache import ArenaProcessorCache
-from tests.fakes import HASHER, make_item, make_request, within
+from tests.fakes import make_item, make_request, within
 from transfer.arena import Arena
 from transfer.arena_view import ArenaView
 from transfer.errors import ArenaGone, BadMessage, StaleRef
 from transfer.messages import FrontendShare
 from transfer.pack import REFERENCE_KEY
 from workers.frontends import Frontend, Frontends
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena(1 << 16, populate=False) as arena:
-        yield arena
-
-
-@pytest.fixture
-def cache(arena: Arena) -> ArenaProcessorCache:
-    return ArenaProcessorCache(arena, HASHER, "model")
 
 
 @pytest.fixture

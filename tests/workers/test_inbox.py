@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import torch
@@ -43,24 +42,6 @@ from transfer.tensor_ref import ArenaId
 from workers.frontends import SILENT_SECONDS
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def worker(registry: Registry) -> AsyncIterator[FakeWorker]:
-    async with FakeWorker(registry) as worker:
-        yield worker
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    with Arena(1 << 16, populate=False) as arena:
-        yield arena
-
-
-@pytest.fixture
-async def line(worker: FakeWorker, arena: Arena) -> AsyncIterator[Line]:
-    async with Line(worker, arena=arena) as line:
-        yield line
 
 
 async def test_a_greeting_is_answered_with_who_this_is(worker: FakeWorker, line: Line) -> None:

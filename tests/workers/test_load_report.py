@@ -21,16 +21,14 @@ from transfer.messages import (
     LoadReport,
     encode_payload,
 )
-from transfer.registry import Registry
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def worker(registry: Registry) -> AsyncIterator[FakeWorker]:
-    async with FakeWorker(registry) as worker:
-        worker.engine.stalled = True
-        yield worker
+def worker(worker: FakeWorker) -> FakeWorker:
+    worker.engine.stalled = True
+    return worker
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -32,21 +32,13 @@ from transfer.messages import (
     encode_payload,
 )
 from transfer.pack import plan, refer, write
-from transfer.registry import Registry
 from transfer.tensor_ref import ArenaId, EntryRef, RemoteArena
 from workers import nixl_transfer
 
 pytest.importorskip("nixl", reason="NIXL is not installed, so NOT TESTED")
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.usefixtures("over_tcp")]
 
 M = TypeVar("M", bound=Message)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def over_tcp() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +54,8 @@ def doomed(over_tcp: None) -> Iterator[Owner]:
 
 
 @pytest.fixture
-async def worker(registry: Registry) -> AsyncIterator[FakeWorker]:
-    async with FakeWorker(registry, cache_gib=1 / 64, transfer_timeout=0.5) as worker:
-        yield worker
+def worker_settings() -> dict[str, Any]:
+    return {"cache_gib": 1 / 64, "transfer_timeout": 0.5}
 
 
 class FarLine(Line):

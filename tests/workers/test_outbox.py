@@ -25,7 +25,6 @@ from transfer.messages import (
     decode_outputs,
     encode_payload,
 )
-from transfer.registry import Registry
 from workers import outbox
 from workers.frontends import SILENT_SECONDS
 
@@ -33,10 +32,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def worker(registry: Registry) -> AsyncIterator[FakeWorker]:
-    async with FakeWorker(registry) as worker:
-        worker.engine.stalled = True
-        yield worker
+def worker(worker: FakeWorker) -> FakeWorker:
+    worker.engine.stalled = True
+    return worker
 
 
 @pytest.fixture
