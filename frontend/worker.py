@@ -59,6 +59,8 @@ class Worker:
         self.listed = True
         """Whether discovery names it, or a flag."""
         self.epoch = ""
+        self.lost = asyncio.Event()
+        """Set once it is lost; another one for each epoch."""
         self.transfer = "inline"
         self.transfer_reason = ""
         self.nixl = False
@@ -87,6 +89,14 @@ class Worker:
     def _is_starved(self) -> bool:
         process = self.process
         return process is not None and process.is_local() and wants_to_run(process.pid)
+
+    def close(self) -> None:
+        """Close the lines to it and whatever watches it."""
+        self.link.close()
+        if self.kv is not None:
+            self.kv.close()
+        if self.process_watch is not None:
+            self.process_watch.close()
 
     def describe(self) -> dict[str, Any]:
         """What ``GET /v1/fleet`` shows of it."""

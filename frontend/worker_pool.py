@@ -1,10 +1,9 @@
 """Which workers there are, which of them are ready, and when one is lost.
 
-For each worker that discovery names there is one ``Worker`` with a line to it. It says
-hello until it is answered, checks that the worker's engine fits, listens to its KV deltas,
-and pings it. A worker that leaves or falls silent is lost: it is told to ``on_lost`` and
-greeted again as long as discovery names it. One that drains finishes what it has, and gets
-nothing new.
+For each worker that discovery names there is one ``Worker`` with a line to it. It is
+greeted until it answers (frontend.handshake), listened to, and pinged. A worker that leaves
+or falls silent is lost: it is told to ``on_lost`` and greeted again as long as discovery
+names it. One that drains finishes what it has, and gets nothing new.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import msgspec
 import zmq
 
+from frontend.handshake import Handshake
 from frontend.nixl_offers import NixlOffers
 from frontend.worker import PoolEvents, Worker
 from transfer.access import Access
@@ -39,7 +38,6 @@ from transfer.messages import (
     Ready,
     Refused,
     TransferChosen,
-    WorkerFacts,
 )
 from transfer.process_watch import watch_process
 from transfer.registry import WorkerRecord
@@ -51,8 +49,9 @@ GREETINGS = 30
 queued in it, and must not pile up while a worker is away."""
 WATCH_SECONDS = 0.25
 """How often that is looked at: a worker is missed within 3 seconds."""
-LAST_WORDS_SECONDS = 0.1
-"""How long after the end of a worker's process what it sent may still come in."""
+LAST_WORDS_SECONDS = 1.0
+"""How long after the end of a worker's process its connection may take to break, behind
+what it still said. Only where something else holds the connection does it take as long."""
 
 _UNPROTECTED = Access()
 
@@ -71,15 +70,12 @@ class WorkerPool:
         access: Access = _UNPROTECTED,
     ) -> None:
         """``expected``: facts that this frontend's own settings state, by field name."""
-        self._hello = hello
         self._registry = registry
         self._addresses = addresses
-        self._expected = dict(expected)
-        self._agreed: WorkerFacts | None = None
         self._events = events
         self._nixl = nixl
-        self._access = access
         self._context = zmq.Context()
+        self._handshake = Handshake(hello, expected, events, nixl, self._context, access)
         self._workers: dict[str, Worker] = {}
         self._some_ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,7 +89,7 @@ class WorkerPool:
     @property
     def frontend(self) -> str:
         """The name that workers know this frontend by."""
-        return self._hello.frontend
+        return self._handshake.hello.frontend
 
     @property
     def workers(self) -> list[Worker]:
@@ -135,11 +131,7 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self.workers:
-            worker.link.close()
-            if worker.kv is not None:
-                worker.kv.close()
-            if worker.process_watch is not None:
-                worker.process_watch.close()
+            worker.close()
         await self._nixl.close()
         self._workers.clear()
         self._context.term()
@@ -196,11 +188,11 @@ class WorkerPool:
             self._greet(worker)
 
     def _add(self, address: str, record: WorkerRecord | None) -> None:
-        link = FrontendLink(self._context, self._hello.frontend, address, self._access)
+        link = self._handshake.open_link(address)
         worker = self._workers[address] = Worker(address, link)
         worker.record = record
         self._use(worker, link)
-        link.send(self._hello)
+        link.send(self._handshake.hello)
 
     def _use(self, worker: Worker, link: FrontendLink) -> None:
         """Speak and listen to a worker over ``link``."""
@@ -212,21 +204,18 @@ class WorkerPool:
     def _greet(self, worker: Worker) -> None:
         worker.greetings += 1
         if worker.greetings % GREETINGS == 0:
-            name = self._hello.frontend
-            link = FrontendLink(self._context, name, worker.address, self._access)
+            link = self._handshake.open_link(worker.address)
             worker.link.close()
             worker.tasks.pop(0).cancel()
             self._use(worker, link)
-        worker.link.send(self._hello)
+        worker.link.send(self._handshake.hello)
 
     def _remove(self, worker: Worker) -> None:
         self._lose(worker, "has left")
         self._events.on_gone(worker.name)
         del self._workers[worker.address]
-        if worker.process_watch is not None:
-            worker.process_watch.close()
         worker.link.send(Bye())
-        worker.link.close()
+        worker.close()
         for task in worker.tasks:
             task.cancel()
 
@@ -258,7 +247,8 @@ class WorkerPool:
             case Ready():
                 self._admit(worker, message)
             case Refused():
-                self._refuse(worker, message.worker, f"it refuses us: {message.reason}")
+                problem = f"it refuses us: {message.reason}"
+                self._handshake.refuse(worker, message.worker, problem)
             case Draining():
                 self._spare(worker, message.seconds)
             case Bye():
@@ -274,28 +264,14 @@ class WorkerPool:
         self._lose(worker, "was restarted")
         if worker.process is not None and worker.process.is_dead():
             self._events.on_gone(worker.name)  # its successor was heard of first
-        if problem := self._mismatch(ready.facts):
-            self._refuse(worker, ready.worker, problem)
-            return
         identity = (ready.worker, ready.epoch)
         if any((other.name, other.epoch) == identity for other in self.workers):
             logger.warning("%s is worker %s once more", worker.address, ready.worker)
             self._remove(worker)
             return
-        try:
-            kv = KvSubscriber(
-                self._context, _reachable(ready.kv_address, worker.address), self._access
-            )
-        except TransferError as error:
-            self._refuse(worker, ready.worker, str(error))
+        kv = self._handshake.accept(worker, ready)
+        if kv is None:
             return
-        worker.refused = ""
-        worker.draining = False
-        self._agreed = self._agreed or ready.facts
-        worker.name, worker.facts, worker.epoch = ready.worker, ready.facts, ready.epoch
-        worker.transfer, worker.transfer_reason = ready.transfer, ready.transfer_reason
-        worker.nixl = ready.nixl and self._hello.transfer in ("auto", "nixl")
-        worker.kv, worker.process = kv, ready.process
         self._watch_process(worker)
         worker.tasks += [
             asyncio.create_task(self._hear_news(worker, kv), name="KV plane"),
@@ -304,20 +280,9 @@ class WorkerPool:
 
     async def _prepare(self, worker: Worker, takes_offers: bool) -> None:
         """Let requests go to a worker once it has been brought up to date."""
-        try:
-            await self._nixl.settle(worker, takes_offers, worker.link.send)
-            if self._hello.transfer not in ("auto", worker.transfer):
-                logger.warning(
-                    "--mm-transfer %s, but tensors for %s go %s: %s",
-                    self._hello.transfer, worker.name, worker.transfer,
-                    worker.transfer_reason,
-                )
-            await self._events.prepare(worker)
-        except Exception as error:  # whatever it is, this worker cannot be used
-            logger.exception("worker %s cannot be used", worker.name)
-            worker.refused = str(error) or repr(error)
-            if self._agreed is worker.facts and not self.ready_workers():
-                self._agreed = None  # it must not decide who may come after it
+        if not await self._handshake.prepare(worker, takes_offers):
+            if not self.ready_workers():
+                self._handshake.forget(worker)
             return
         worker.ready = True
         if not worker.draining and not worker.encodes:
@@ -325,11 +290,6 @@ class WorkerPool:
         logger.info(
             "worker %s is ready (%s: %s)", worker.name, worker.transfer, worker.transfer_reason
         )
-
-    def _refuse(self, worker: Worker, name: str, problem: str) -> None:
-        if worker.refused != problem:  # it is asked again and again
-            logger.error("worker %s cannot be used: %s", name, problem)
-        worker.name, worker.refused = name, problem
 
     def _watch_process(self, worker: Worker) -> None:
         """Hear at once of the end of a process on this host."""
@@ -354,7 +314,9 @@ class WorkerPool:
         if worker.epoch == epoch:
             worker.ready = False
             self._note_readiness()
-            await asyncio.sleep(LAST_WORDS_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                    await worker.lost.wait()
         if worker.epoch == epoch:  # else it is lost, or another has taken its place
             self._lose_heard(worker, "has died")
         self._events.on_gone(name)
@@ -390,6 +352,7 @@ class WorkerPool:
         logger.warning("worker %s %s", worker.name, why)
         worker.ready = False
         worker.epoch = ""
+        worker.lost.set()
         if worker.kv is not None:
             worker.kv.close()
             worker.kv = None
@@ -405,39 +368,11 @@ class WorkerPool:
         if not self.ready_workers():
             self._some_ready.clear()
 
-    def _mismatch(self, facts: WorkerFacts) -> str:
-        """Why a worker with these facts cannot serve here; empty when it can."""
-        theirs = msgspec.to_builtins(facts)
-        for name, ours in self._expected.items():
-            if theirs[name] != ours:
-                return f"its {name} is {theirs[name]!r}, this frontend's is {ours!r}"
-        if self._agreed is not None:
-            first = msgspec.to_builtins(self._agreed)
-            for name, value in first.items():
-                if name not in MAY_DIFFER and theirs[name] != value:
-                    return f"its {name} is {theirs[name]!r}, the first worker's is {value!r}"
-        return ""
-
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_log_failure)
-
-
-MAY_DIFFER = frozenset({
-    "num_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "role",
-    "own_logits_processors",
-})
-"""Facts in which workers of one fleet need not agree."""
-
-
-def _reachable(address: str, via: str) -> str:
-    """``address``, on the host of ``via`` where it means every address of its host."""
-    for everywhere in ("tcp://0.0.0.0:", "tcp://[::]:"):
-        if address.startswith(everywhere):
-            return f"{via.rpartition(':')[0]}:{address.removeprefix(everywhere)}"
-    return address
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -8,18 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
+from frontend import worker_pool
 from frontend.router.router import Router
 from frontend.worker import Worker
 from frontend.worker_pool import GREETINGS, WATCH_SECONDS
-from tests.fakes import FakeWorker, eventually, make_facts, make_request, within
+from tests.fakes import PATIENCE, FakeWorker, eventually, make_request, within
 from tests.frontend.fleets import Fleet
 from transfer.messages import (
-    PROTOCOL_VERSION,
     Bye,
     Frame,
     LoadReport,
@@ -34,16 +33,39 @@ from transfer.socket_reader import MESSAGES_AT_ONCE
 pytestmark = pytest.mark.anyio
 
 
+class OtherProcess(subprocess.Popen[bytes]):
+    """Does nothing. A fake worker may say that it is this one."""
+
+    def __init__(self) -> None:
+        super().__init__([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        start_time = process_start_time(self.pid)
+        assert start_time is not None
+        self.identity = self.pid, start_time
+
+
 @pytest.fixture
-def other_process() -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+def other_process() -> Iterator[OtherProcess]:
+    with OtherProcess() as process:
         yield process
         process.kill()
 
 
-def refusal_of(fleet: Fleet, name: str) -> str:
-    return next((w.refused for w in fleet.pool.workers if w.name == name), "")
+@pytest.fixture
+def elsewhere(registry: Registry) -> Registry:
+    """Where no frontend looks for workers: they are known by address alone."""
+    return Registry(registry.path.parent, "elsewhere")
+
+
+async def hold_request(fleet: Fleet, worker: FakeWorker, max_tokens: int = 3) -> None:
+    """Have the worker's engine keep request ``r`` and say nothing of it."""
+    worker.engine.stalled = True
+    await fleet.client.add_request_async(make_request("r", max_tokens=max_tokens))
+    await within(worker.engine.added.get())
+
+
+def burials(fleet: Fleet) -> list[asyncio.Task[None]]:
+    """What the frontend is doing about workers whose process has ended."""
+    return [t for t in fleet.pool._tasks if t.get_name() == "end of a worker"]
 
 
 async def test_workers_are_found_in_the_registry_and_by_address(registry: Registry) -> None:
@@ -77,9 +99,7 @@ async def test_a_worker_that_discovery_has_lost_goes_on_as_long_as_it_answers(
     """It may be that only etcd and the worker cannot reach each other."""
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r", max_tokens=1))
-        await within(worker.engine.added.get())
+        await hold_request(fleet, worker, max_tokens=1)
         (seen,) = fleet.pool.workers
         registry.withdraw_record("worker-1")
         await eventually(lambda: not seen.listed)
@@ -94,13 +114,10 @@ async def test_a_worker_that_discovery_has_lost_goes_on_as_long_as_it_answers(
 
 
 async def test_the_end_of_a_workers_process_is_noticed_at_once(
-    registry: Registry, other_process: subprocess.Popen[bytes]
+    registry: Registry, other_process: OtherProcess
 ) -> None:
-    start_time = process_start_time(other_process.pid)
-    assert start_time is not None
-    process = (other_process.pid, start_time)
     async with (
-        FakeWorker(registry, process=process) as worker,
+        FakeWorker(registry, process=other_process.identity) as worker,
         # Named as well, so that its record alone does not decide; and it still answers.
         Fleet(registry, addresses=[worker.address]) as fleet,
     ):
@@ -110,21 +127,33 @@ async def test_the_end_of_a_workers_process_is_noticed_at_once(
         await eventually(lambda: not registry.records())
 
 
+async def test_the_end_of_a_process_is_not_waited_for_once_its_connection_is_broken(
+    registry: Registry, other_process: OtherProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that it said can come behind that."""
+    monkeypatch.setattr(worker_pool, "LAST_WORDS_SECONDS", 10 * PATIENCE)
+    async with Fleet(registry) as fleet:
+        worker = await fleet.start(process=other_process.identity)
+        await hold_request(fleet, worker)
+        other_process.kill()
+        await fleet.until_gone("worker-1")
+        [burial] = burials(fleet)
+        assert fleet.in_flight == 1 and not len(fleet.client.requests.parked)
+        worker.link.close()
+        await within(burial)
+        assert fleet.in_flight == 1 and not len(fleet.client.requests.parked)
+
+
 async def test_what_a_worker_known_by_address_held_is_free_when_its_process_ends(
-    registry: Registry, other_process: subprocess.Popen[bytes]
+    registry: Registry, elsewhere: Registry, other_process: OtherProcess
 ) -> None:
     """Though discovery says nothing of it, neither that it is there nor that it left."""
-    start_time = process_start_time(other_process.pid)
-    assert start_time is not None
-    elsewhere = Registry(registry.path.parent, "elsewhere")
     async with (
-        FakeWorker(elsewhere, process=(other_process.pid, start_time)) as worker,
+        FakeWorker(elsewhere, process=other_process.identity) as worker,
         Fleet(registry, addresses=[worker.address]) as fleet,
     ):
         await fleet.until_ready("worker-1")
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await hold_request(fleet, worker)
         worker.link.close()
         await fleet.until_gone("worker-1")
         assert len(fleet.client.requests.parked) == 1
@@ -133,20 +162,15 @@ async def test_what_a_worker_known_by_address_held_is_free_when_its_process_ends
 
 
 async def test_what_a_worker_held_is_free_when_its_successor_is_heard_of_first(
-    registry: Registry, other_process: subprocess.Popen[bytes]
+    registry: Registry, elsewhere: Registry, other_process: OtherProcess
 ) -> None:
-    start_time = process_start_time(other_process.pid)
-    assert start_time is not None
-    elsewhere = Registry(registry.path.parent, "elsewhere")
-    process = (other_process.pid, start_time)
-    async with Fleet(registry, addresses=[f"ipc://{elsewhere.path}/w"]) as fleet:
+    address = f"ipc://{elsewhere.path}/w"
+    async with Fleet(registry, addresses=[address]) as fleet:
         async with FakeWorker(
-            elsewhere, address=f"ipc://{elsewhere.path}/w", process=process
+            elsewhere, address=address, process=other_process.identity
         ) as worker:
             await fleet.until_ready("worker-1")
-            worker.engine.stalled = True
-            await fleet.client.add_request_async(make_request("r"))
-            await within(worker.engine.added.get())
+            await hold_request(fleet, worker)
         await fleet.until_gone("worker-1")
         assert len(fleet.client.requests.parked) == 1
         (seen,) = fleet.pool.workers
@@ -154,32 +178,18 @@ async def test_what_a_worker_held_is_free_when_its_successor_is_heard_of_first(
         seen.process_watch.close()  # its news comes too late
         other_process.kill()
         other_process.wait()
-        async with FakeWorker(elsewhere, "worker-2", address=f"ipc://{elsewhere.path}/w"):
+        async with FakeWorker(elsewhere, "worker-2", address=address):
             await fleet.until_ready("worker-2")
             assert not len(fleet.client.requests.parked)
 
 
-async def test_workers_need_not_agree_on_logits_processors(registry: Registry) -> None:
-    """One that only encodes has none. What any has counts for all."""
-    encoder = FakeWorker(registry, "encoder", facts=make_facts(role="encode"))
-    async with encoder, Fleet(registry) as fleet:
-        await eventually(lambda: fleet.pool.encode_workers())
-        assert not fleet.pool.own_logits_processors()
-        await fleet.start("generator", facts=make_facts(own_logits_processors=True))
-        assert fleet.pool.own_logits_processors()
-
-
 async def test_the_end_of_a_process_costs_its_successor_nothing(
-    registry: Registry, other_process: subprocess.Popen[bytes]
+    registry: Registry, elsewhere: Registry, other_process: OtherProcess
 ) -> None:
     """Though it is heard of when that one is here."""
-    start_time = process_start_time(other_process.pid)
-    assert start_time is not None
-    elsewhere = Registry(registry.path.parent, "elsewhere")
     address = f"ipc://{elsewhere.path}/w"
-    process = (other_process.pid, start_time)
     async with Fleet(registry, addresses=[address]) as fleet:
-        async with FakeWorker(elsewhere, address=address, process=process):
+        async with FakeWorker(elsewhere, address=address, process=other_process.identity):
             await fleet.until_ready("worker-1")
             (seen,) = fleet.pool.workers
             assert seen.process_watch is not None
@@ -188,25 +198,20 @@ async def test_the_end_of_a_process_costs_its_successor_nothing(
             await fleet.until_ready("worker-2")
             epoch = seen.epoch
             tell()
-            burials = [t for t in fleet.pool._tasks if t.get_name() == "end of a worker"]
-            assert burials
-            await within(asyncio.gather(*burials))
+            [burial] = burials(fleet)
+            await within(burial)
             assert seen.ready and seen.epoch == epoch
 
 
 @pytest.mark.parametrize("notice", ["connection", "process"])
 async def test_what_a_worker_said_before_its_end_is_used(
-    registry: Registry, other_process: subprocess.Popen[bytes], notice: str
+    registry: Registry, other_process: OtherProcess, notice: str
 ) -> None:
     """Also by a frontend that was too busy to listen until then."""
-    start_time = process_start_time(other_process.pid)
-    assert start_time is not None
     tokens = 3 * MESSAGES_AT_ONCE
     async with Fleet(registry) as fleet:
-        worker = await fleet.start(process=(other_process.pid, start_time))
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r", max_tokens=tokens))
-        await within(worker.engine.added.get())
+        worker = await fleet.start(process=other_process.identity)
+        await hold_request(fleet, worker, max_tokens=tokens)
         await eventually(lambda: worker.frontends.owner("r"))
         for number in range(tokens):
             last = number == tokens - 1
@@ -244,15 +249,13 @@ async def test_a_silent_worker_is_missed_within_three_seconds_unless_it_is_starv
 
 @pytest.mark.parametrize("stopped", [True, False])
 async def test_a_process_that_does_not_want_to_run_is_not_starved(
-    registry: Registry, other_process: subprocess.Popen[bytes], stopped: bool
+    registry: Registry, other_process: OtherProcess, stopped: bool
 ) -> None:
-    start_time = process_start_time(other_process.pid)
-    assert start_time is not None
     if stopped:
         other_process.send_signal(signal.SIGSTOP)
     await eventually(lambda: not wants_to_run(other_process.pid))
     async with Fleet(registry) as fleet:
-        await fleet.start(process=(other_process.pid, start_time))
+        await fleet.start(process=other_process.identity)
         (worker,) = fleet.pool.workers
         assert worker.is_silent(worker.last_heard + 2.6)
 
@@ -310,101 +313,13 @@ async def test_a_worker_restarted_on_its_address_is_taken_again(registry: Regist
         await new.stop()
 
 
-DIFFERENT: dict[str, Any] = {
-    "protocol": PROTOCOL_VERSION + 1,
-    "vllm_version": "0.31.0",
-    "model": "other",
-    "revision": "other",
-    "dtype": "bfloat16",
-    "block_size": 32,
-    "hash_algorithm": "xxhash_cbor",
-    "root_hash": "00" * 32,
-    "max_model_len": 4096,
-    "encoder_cache_tokens": 1,
-    "mm_device_do_normalize": False,
-    "mm_processor_kwargs": '{"max_pixels": 1}',
-    "lora": "{}",
-    "reasoning_parser": "qwen3",
-    "identity_seed_fingerprint": "other",
-}
-
-
-@pytest.mark.parametrize("field", DIFFERENT)
-async def test_a_worker_unlike_the_first_is_refused_by_name_of_what_differs(
-    registry: Registry, field: str
-) -> None:
-    async with Fleet(registry) as fleet:
-        await fleet.start("first")
-        # It takes this frontend whatever its seed: who refuses here is the frontend.
-        second = await fleet.introduce("second", facts=make_facts(**{field: DIFFERENT[field]}))
-        second.inbox._seed_fingerprint = ""
-        await eventually(lambda: refusal_of(fleet, "second"))
-        assert f"its {field} is" in refusal_of(fleet, "second")
-        assert set(fleet.pool.ready_workers()) == {"first"}
-
-
-@pytest.mark.parametrize("field", ["num_kv_blocks", "max_num_seqs", "max_num_batched_tokens"])
-async def test_workers_may_differ_in_size(registry: Registry, field: str) -> None:
-    async with Fleet(registry) as fleet:
-        await fleet.start("first")
-        await fleet.start("second", facts=make_facts(**{field: 7}))
-
-
-async def test_a_worker_unlike_the_frontends_settings_is_refused(registry: Registry) -> None:
-    async with Fleet(registry, expected={"dtype": "float32", "model": "mine"}) as fleet:
-        await fleet.introduce("worker-1")
-        await eventually(lambda: refusal_of(fleet, "worker-1"))
-        assert refusal_of(fleet, "worker-1") == (
-            "its model is 'demo', this frontend's is 'mine'"
-        )
-        assert not fleet.learned
-
-
-async def test_hashes_from_another_root_are_refused(registry: Registry) -> None:
-    async with Fleet(registry) as fleet:
-        await fleet.introduce("worker-1", facts=make_facts(root_hash="00" * 32))
-        await eventually(lambda: refusal_of(fleet, "worker-1"))
-        assert "PYTHONHASHSEED" in refusal_of(fleet, "worker-1")
-
-
-async def test_a_worker_that_refuses_the_frontend_gets_no_requests(
-    registry: Registry,
-) -> None:
-    async with Fleet(registry) as fleet:
-        facts = make_facts(identity_seed_fingerprint="another")
-        await fleet.introduce("worker-1", facts=facts)
-        await eventually(lambda: refusal_of(fleet, "worker-1"))
-        assert "another image identity seed" in refusal_of(fleet, "worker-1")
-        assert not fleet.pool.ready_workers()
-
-
-async def test_a_refused_worker_is_taken_once_it_comes_back_as_it_should_be(
-    registry: Registry,
-) -> None:
-    wrong = FakeWorker(
-        registry, "wrong", address="tcp://127.0.0.1:*", facts=make_facts(model="other")
-    )
-    wrong.start()
-    expected: dict[str, object] = {"model": "demo"}
-    async with Fleet(registry, addresses=[wrong.address], expected=expected) as fleet:
-        await eventually(lambda: refusal_of(fleet, "wrong"))
-        await wrong.stop()
-        right = FakeWorker(registry, "right", address=wrong.address, epoch="epoch-2")
-        right.start()
-        await fleet.until_ready("right")
-        assert refusal_of(fleet, "right") == ""
-        await right.stop()
-
-
 @pytest.mark.parametrize("frames", [[*encode(Outputs(), [b"\xc1"])], [b"\xc1"]])
 async def test_a_worker_that_sends_nonsense_is_lost_and_greeted_again(
     registry: Registry, frames: list[Frame]
 ) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await hold_request(fleet, worker)
         worker.link._put([b"frontend-1", *frames])
         await fleet.until_gone("worker-1")
         worker.engine.stalled = False
@@ -420,20 +335,6 @@ async def test_a_goodbye_out_of_turn_changes_nothing(registry: Registry) -> None
         worker.link.send("frontend-1", Bye())
         await fleet.until_gone("worker-1")
         await fleet.until_ready("worker-1")
-
-
-async def test_events_are_listened_to_where_the_worker_was_reached(
-    registry: Registry,
-) -> None:
-    worker = FakeWorker(registry, "everywhere", address="tcp://127.0.0.1:*")
-    worker.ready.kv_address = "tcp://0.0.0.0:5999"
-    worker.start()
-    async with Fleet(registry, addresses=[worker.address]) as fleet:
-        await fleet.until_ready("everywhere")
-        (seen,) = fleet.pool.workers
-        assert seen.kv is not None
-        assert seen.kv.address == "tcp://127.0.0.1:5999"
-    await worker.stop()
 
 
 async def test_greetings_that_nobody_reads_do_not_pile_up(registry: Registry) -> None:
