@@ -1,7 +1,6 @@
 """What frontends say, applied to the engine.
 
-vLLM names relied on: AsyncMPClient.collective_rpc_async;
-SamplingParams.extra_args.
+vLLM names relied on: AsyncMPClient; SamplingParams.extra_args.
 """
 
 from __future__ import annotations
@@ -12,22 +11,18 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from msgspec.structs import replace
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 
-from transfer.arena_view import ArenaView
 from transfer.embeddings.store import EmbeddingLease
 from transfer.errors import BadMessage, TransferError
 from transfer.link import KvPublisher, WorkerLink
 from transfer.messages import (
-    PROTOCOL_VERSION,
     AbortRequests,
     AddRequest,
     AskSnapshot,
     Bye,
     Call,
-    Draining,
     ExportEmbedding,
     Frame,
     Hello,
@@ -39,7 +34,6 @@ from transfer.messages import (
     Pong,
     PullEmbedding,
     Ready,
-    Refused,
     ReleaseEmbedding,
     TensorsMissing,
     decode_request,
@@ -51,6 +45,7 @@ from workers.embedding_pulls import EmbeddingPulls
 from workers.engine_calls import EngineCalls
 from workers.engine_inputs import EngineInputs
 from workers.frontends import SILENT_SECONDS, Frontend, Frontends
+from workers.handshake import Handshake
 from workers.held_tokens import HeldTokens, is_awaited_whole
 from workers.kv_state import KvState
 from workers.nixl_transfer import NixlTransfer
@@ -58,8 +53,6 @@ from workers.outbox import Outbox
 from workers.waiting_requests import WaitingRequests
 
 logger = logging.getLogger(__name__)
-
-ATTACH_SECONDS = 30.0
 
 
 class Inbox:
@@ -82,8 +75,6 @@ class Inbox:
         """``embeddings``: the encoder outputs that this host shares; ``exports``: what other
         hosts may read of them.
         """
-        self._ready = ready
-        self._engine = engine
         self._inputs = inputs
         self._link = link
         self._kv_publisher = kv_publisher
@@ -103,12 +94,10 @@ class Inbox:
             engine, link, outbox, nixl, embeddings,
             lambda: self._publish(kv_state.clear()),
         )
-        self._seed_fingerprint = ready.facts.identity_seed_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
-        self._greeting: set[str] = set()
-        self._draining: Draining | None = None
-        self._leaving: dict[str, asyncio.Task[None]] = {}
-        """Frontends that have gone and are still being cleaned up after."""
+        self._handshake = Handshake(
+            ready, engine, inputs, link, frontends, outbox, nixl, self._drop, self._start
+        )
 
     @property
     def encoder_resets(self) -> int:
@@ -125,12 +114,12 @@ class Inbox:
 
     def _on_message(self, name: str, message: Message, payload: Sequence[Frame]) -> None:
         if isinstance(message, Hello):
-            self._greet(name, message)
+            self._handshake.greet(name, message)
             return
         frontend = self._frontends.get(name)
         if frontend is None:
             # It knows us from before we were restarted, or we gave it up.
-            if name not in self._greeting and not isinstance(message, Bye):
+            if name not in self._handshake.greeting and not isinstance(message, Bye):
                 self._link.send(name, Bye())
             return
         frontend.last_seen = time.monotonic()
@@ -160,9 +149,7 @@ class Inbox:
 
         It still takes what they send before they have heard.
         """
-        self._draining = Draining(seconds)
-        for name in self._frontends.names():
-            self._link.send(name, self._draining)
+        self._handshake.begin_draining(seconds)
 
     def say_goodbye(self) -> None:
         """Tell every frontend that this worker is leaving."""
@@ -264,93 +251,6 @@ class Inbox:
     ) -> None:
         self._link.send(frontend.name, TensorsMissing(request_id, reason, part))
 
-    def _greet(self, name: str, hello: Hello) -> None:
-        if name in self._greeting:
-            return  # it repeats itself while we are still mapping its arena
-        problem = self._objection(name, hello)
-        if problem:
-            logger.error("refused frontend %s: %s", name, problem)
-            self._link.send(name, Refused(worker=self._ready.worker, reason=problem))
-            return
-        self._seed_fingerprint = self._seed_fingerprint or hello.identity_seed_fingerprint
-        known = self._frontends.get(name)
-        if known is not None and (known.arena != hello.arena or known.requests):
-            # It had lost sight of this worker: what it wants of it, it will send again.
-            # Now, before any request that follows this greeting is read.
-            self._drop(name)
-        self._greeting.add(name)
-        self._start(self._connect(name, hello))
-
-    def _objection(self, name: str, hello: Hello) -> str:
-        if self._draining is not None:
-            return "this worker is about to leave"
-        if name != hello.frontend:
-            return f"calls itself {hello.frontend} but is {name}"
-        if hello.protocol != PROTOCOL_VERSION:
-            return f"speaks protocol {hello.protocol}, this worker {PROTOCOL_VERSION}"
-        if self._seed_fingerprint not in ("", hello.identity_seed_fingerprint):
-            return (
-                "has another image identity seed than this worker: give both the same "
-                "--mm-identity-seed-file or the same --registry"
-            )
-        return ""
-
-    async def _connect(self, name: str, hello: Hello) -> None:
-        try:
-            if (leaving := self._leaving.get(name)) is not None:
-                # Else what is still to be unmapped would be what is mapped now.
-                await asyncio.wait([leaving])
-            frontend = self._frontends.connect(name, time.monotonic())
-            reason = await self._attach(frontend, hello)
-            mode = "inline" if frontend.view is None else "shm"
-            logger.info("frontend %s connected: %s (%s)", name, mode, reason)
-            frontend.last_seen = time.monotonic()
-            asks = frontend.view is None and hello.transfer in ("auto", "nixl")
-            if asks and self._nixl.unusable:
-                reason += f"; no NIXL: {self._nixl.unusable}"
-            ready = replace(
-                self._ready,
-                transfer=mode,
-                transfer_reason=reason,
-                nixl=not self._nixl.unusable,
-            )
-            self._link.send(name, ready)
-            if self._draining is not None:  # since it said hello
-                self._link.send(name, self._draining)
-        finally:
-            self._greeting.discard(name)
-
-    async def _attach(self, frontend: Frontend, hello: Hello) -> str:
-        """Map the frontend's arena here and in the engine; returns the reason."""
-        if frontend.view is not None:
-            return "the worker sees the segment"
-        frontend.arena = hello.arena
-        if hello.transfer == "inline":
-            return "asked for"
-        if hello.transfer == "nixl":
-            return "NIXL was asked for"
-        if hello.arena is None:
-            return "the frontend has no arena"
-        try:
-            view = ArenaView(hello.arena)
-        except (TransferError, OSError) as error:
-            return f"the worker does not see the segment: {error}"
-        try:
-            async with asyncio.timeout(ATTACH_SECONDS):
-                refusals = await self._engine.collective_rpc_async(
-                    "attach_arena", args=(hello.arena.name, hello.arena.nonce)
-                )
-        except TimeoutError:
-            refusals = [f"no answer in {ATTACH_SECONDS:.0f} s"]
-        if self._frontends.get(frontend.name) is not frontend:
-            refusals = ["the frontend has gone meanwhile"]
-        if any(refusals):
-            view.close()
-            self._start(self._detach(hello.arena.name))  # some may have mapped it
-            return f"the engine cannot map the segment: {next(filter(None, refusals))}"
-        frontend.view = view
-        return "the worker sees the segment"
-
     def _drop(self, name: str) -> None:
         frontend = self._frontends.get(name)
         if frontend is not None:
@@ -358,26 +258,7 @@ class Inbox:
             self._nixl.forget(frontend)
             if self._exports is not None:
                 self._exports.forget(name)
-            left = self._frontends.disconnect(name)
-            task = self._start(self._clean_up(frontend, left))
-            self._leaving[name] = task
-            task.add_done_callback(lambda _: self._forget_leaving(name, task))
-
-    def _forget_leaving(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._leaving.get(name) is task:
-            del self._leaving[name]
-
-    async def _clean_up(self, frontend: Frontend, left: list[str]) -> None:
-        """Free what is held for a frontend that has gone."""
-        self._inputs.abort(left)
-        await self._outbox.engine_is_past()
-        if frontend.view is not None and frontend.arena is not None:
-            frontend.view.close()
-            await self._detach(frontend.arena.name)
-        logger.info("frontend %s left, %d requests aborted", frontend.name, len(left))
-
-    async def _detach(self, arena: str) -> None:
-        await self._engine.collective_rpc_async("detach_arena", args=(arena,))
+            self._handshake.clean_up_after(frontend)
 
     def _snapshot(self) -> KvSnapshot:
         return self._kv_state.snapshot()

@@ -45,7 +45,7 @@ async def test_a_worker_unlike_the_first_is_refused_by_name_of_what_differs(
         await fleet.start("first")
         # It takes this frontend whatever its seed: who refuses here is the frontend.
         second = await fleet.introduce("second", facts=make_facts(**{field: DIFFERENT[field]}))
-        second.inbox._seed_fingerprint = ""
+        second.inbox._handshake._seed_fingerprint = ""
         await eventually(lambda: refusal_of(fleet, "second"))
         assert f"its {field} is" in refusal_of(fleet, "second")
         assert set(fleet.pool.ready_workers()) == {"first"}

@@ -286,7 +286,7 @@ async def test_a_frontend_that_leaves_while_it_is_read_from_leaves_nothing(
         line.say(Bye())
         await eventually(lambda: not worker.frontends.names())
         assert not worker.inbox._waiting._tasks
-        await eventually(lambda: not worker.inbox._leaving)
+        await eventually(lambda: not worker.inbox._handshake.leaving)
         assert before.leases == {}
         doomed.kill()
         reader = worker.nixl._reader
