@@ -19,7 +19,8 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from frontend.adapters import fleet_adapter
 from frontend.worker import Worker
 from transfer.errors import BadMessage
-from transfer.messages import Call, CallResult, Frame, decode_payload_as, encode_payload
+from transfer.messages import Call, CallResult, Frame
+from transfer.payload import decode_payload_as, encode_payload
 
 logger = logging.getLogger(__name__)
 

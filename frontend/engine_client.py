@@ -60,9 +60,8 @@ from transfer.messages import (
     Released,
     TensorsMissing,
     WorkerFacts,
-    decode_outputs,
-    encode_payload,
 )
+from transfer.payload import decode_outputs, encode_payload
 
 logger = logging.getLogger(__name__)
 

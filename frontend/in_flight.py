@@ -37,12 +37,8 @@ from frontend.sent_request import (
 from frontend.worker import Worker
 from frontend.worker_pool import WorkerPool
 from transfer.arena import Arena
-from transfer.messages import (
-    AbortRequests,
-    AddRequest,
-    TensorsMissing,
-    encode_payload,
-)
+from transfer.messages import AbortRequests, AddRequest, TensorsMissing
+from transfer.payload import encode_payload
 
 logger = logging.getLogger(__name__)
 

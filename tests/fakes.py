@@ -43,7 +43,8 @@ from transfer.arena_layout import SHM
 from transfer.block_hash_root import root_hash_of
 from transfer.identity import IdentityHasher
 from transfer.link import KvPublisher, WorkerLink
-from transfer.messages import PROTOCOL_VERSION, Frame, Ready, WorkerFacts, decode_request
+from transfer.messages import PROTOCOL_VERSION, Frame, Ready, WorkerFacts
+from transfer.payload import decode_request
 from transfer.process import Process, this_process
 from transfer.registry import Registry, WorkerRecord
 from workers.arena_worker import ArenaReader

@@ -15,7 +15,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from transfer.errors import BadMessage
 from transfer.link import WorkerLink
-from transfer.messages import Call, CallResult, Frame, decode_payload_as, encode_payload
+from transfer.messages import Call, CallResult, Frame
+from transfer.payload import decode_payload_as, encode_payload
 from workers.embedding_cache import HostEmbeddings
 from workers.nixl_transfer import NixlTransfer
 from workers.outbox import Outbox

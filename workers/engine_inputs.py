@@ -18,7 +18,8 @@ import zmq
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core_client import AsyncMPClient
 
-from transfer.messages import Frame, encode_payload
+from transfer.messages import Frame
+from transfer.payload import encode_payload
 
 
 class EngineInputs:

@@ -36,9 +36,8 @@ from transfer.messages import (
     Ready,
     ReleaseEmbedding,
     TensorsMissing,
-    decode_request,
-    encode_payload,
 )
+from transfer.payload import decode_request, encode_payload
 from workers.embedding_cache import HostEmbeddings
 from workers.embedding_exports import EmbeddingExports
 from workers.embedding_pulls import EmbeddingPulls

@@ -17,7 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from transfer.embeddings.store import EmbeddingLease
 from transfer.leases import Lease
 from transfer.link import WorkerLink
-from transfer.messages import Outputs, Released, encode_payload
+from transfer.messages import Outputs, Released
+from transfer.payload import encode_payload
 from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontends
 from workers.held_tokens import hold, let_go, may_be_held, taken_out

@@ -19,8 +19,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from transfer.errors import ReadFailed, TransferError
 from transfer.leases import Lease
-from transfer.messages import encode_payload
 from transfer.pack import is_packed, move_reference, read_reference
+from transfer.payload import encode_payload
 from transfer.tensor_ref import EntryRef
 from workers.engine_inputs import EngineInputs
 from workers.frontends import Frontend, Frontends

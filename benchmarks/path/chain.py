@@ -67,7 +67,8 @@ from frontend.arena_cache import ArenaProcessorCache
 from transfer.arena import Arena
 from transfer.identity import SEED_BYTES, IdentityHasher
 from transfer.link import FrontendLink
-from transfer.messages import PROTOCOL_VERSION, AddRequest, Hello, Ready, encode_payload
+from transfer.messages import PROTOCOL_VERSION, AddRequest, Hello, Ready
+from transfer.payload import encode_payload
 
 SECONDS_TO_START = 240.0
 SECONDS_TO_PASS = 30.0

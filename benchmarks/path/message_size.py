@@ -43,11 +43,10 @@ from transfer.messages import (
     Pong,
     Ready,
     decode,
-    decode_request,
     encode,
-    encode_payload,
 )
 from transfer.pack import is_packed, read_reference
+from transfer.payload import decode_request, encode_payload
 from transfer.process import this_process
 from transfer.registry import Registry, WorkerRecord
 

@@ -12,7 +12,7 @@ from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from benchmarks.transfer.items import pixels_of
 from benchmarks.transfer.ways import Frame, Receiver, Sender
-from transfer.messages import decode_payload_as, encode_payload
+from transfer.payload import decode_payload_as, encode_payload
 
 
 class WaySender(Sender):

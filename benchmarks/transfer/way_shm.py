@@ -26,8 +26,8 @@ from frontend.arena_cache import ArenaProcessorCache
 from transfer.arena import Arena
 from transfer.arena_view import ArenaView
 from transfer.identity import SEED_BYTES, IdentityHasher
-from transfer.messages import encode_payload
 from transfer.pack import plan, read_reference, refer, resolve, write
+from transfer.payload import encode_payload
 from transfer.tensor_ref import ArenaId
 
 ARENA_BYTES = 384 * MIB

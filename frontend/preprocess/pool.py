@@ -41,8 +41,8 @@ from frontend.preprocess.processes import (
 from frontend.preprocess.prompt_updates import from_plain
 from transfer.arena import Arena
 from transfer.errors import BadMessage, PeerLost
-from transfer.messages import decode_payload_as
 from transfer.pack import ItemPlan, refer
+from transfer.payload import decode_payload_as
 
 logger = logging.getLogger(__name__)
 

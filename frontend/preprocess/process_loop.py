@@ -28,8 +28,8 @@ from frontend.preprocess.prompt_updates import to_plain
 from transfer.arena_writer import ArenaWriter
 from transfer.errors import BadMessage, PeerLost
 from transfer.identity import IdentityHasher
-from transfer.messages import encode_payload
 from transfer.pack import plan, strip, write
+from transfer.payload import encode_payload
 
 if TYPE_CHECKING:
     from vllm.multimodal.processing.processor import ResolvedPromptUpdate

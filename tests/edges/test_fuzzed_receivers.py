@@ -1,6 +1,7 @@
 """Whatever a peer sends, its receiver stays alive and hears the next one.
 
-The decoders alone are fuzzed in ``tests/transfer/test_messages.py``. Here it is what stands
+The decoders alone are fuzzed in ``tests/transfer/test_messages.py`` and
+``test_payload.py``. Here it is what stands
 behind them, with bytes and with messages that decode but make no sense.
 """
 
@@ -30,8 +31,9 @@ from tests.transfer.test_messages import ALL_MESSAGES
 from tests.workers.lines import Line
 from transfer import messages
 from transfer.errors import BadMessage, ReadFailed
-from transfer.messages import Frame, decode, encode, encode_payload
+from transfer.messages import Frame, decode, encode
 from transfer.nixl.agent import NixlAgent
+from transfer.payload import encode_payload
 from transfer.process import same_host_key
 from transfer.registry import Registry
 from transfer.tensor_ref import ArenaId, RemoteArena

@@ -20,7 +20,7 @@ from frontend.arena_cache import HOLD_SECONDS, ArenaProcessorCache, IdentifiedIt
 from tests.fakes import HASHER, make_item
 from transfer import pack
 from transfer.arena import Arena
-from transfer.messages import encode_payload
+from transfer.payload import encode_payload
 
 ITEM_BYTES = 4096
 """What ``make_item`` takes in an arena: its pixels have 3200 bytes."""

@@ -11,7 +11,8 @@ import pytest
 
 from tests.fakes import FakeWorker, eventually, within
 from tests.frontend.fleets import Fleet
-from transfer.messages import Call, KvDelta, LoadReport, encode_payload
+from transfer.messages import Call, KvDelta, LoadReport
+from transfer.payload import encode_payload
 from transfer.registry import Registry
 
 pytestmark = pytest.mark.anyio

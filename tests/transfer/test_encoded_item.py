@@ -13,9 +13,9 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from transfer import messages, pack
+from transfer import pack
 from transfer.encoded_item import MOST_BYTES, EncodedItem
-from transfer.messages import encode_payload
+from transfer.payload import decode_payload_as, encode_payload
 from transfer.tensor_ref import EntryRef
 
 PIXELS = torch.arange(2000, dtype=torch.int64)
@@ -115,4 +115,4 @@ def test_frames_of_several_items_do_not_get_mixed_up() -> None:
     items = [packed(torch.arange(100) + n) for n in range(3)] + [packed(torch.arange(3))]
     frames = encode_payload(items)
     type_ = list[MultiModalKwargsItem]
-    assert messages.decode_payload_as(type_, [bytearray(f) for f in frames]) == items
+    assert decode_payload_as(type_, [bytearray(f) for f in frames]) == items

@@ -26,10 +26,9 @@ from transfer.messages import (
     Message,
     Ping,
     Pong,
-    decode_request,
     encode,
-    encode_payload,
 )
+from transfer.payload import decode_request, encode_payload
 from transfer.registry import Registry
 
 pytestmark = pytest.mark.anyio

@@ -22,9 +22,8 @@ from transfer.messages import (
     Message,
     Outputs,
     Ready,
-    decode_outputs,
-    encode_payload,
 )
+from transfer.payload import decode_outputs, encode_payload
 
 M = TypeVar("M", bound=Message)
 

@@ -23,9 +23,9 @@ from transfer.messages import (
     LoadReport,
     Released,
     TensorsMissing,
-    encode_payload,
 )
 from transfer.pack import lacks_tensors
+from transfer.payload import encode_payload
 from workers import embedding_cache
 from workers.embedding_cache import (
     REPEAT_SECONDS,

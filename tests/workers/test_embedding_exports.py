@@ -24,10 +24,10 @@ from transfer.messages import (
     ExportEmbedding,
     PullEmbedding,
     ReleaseEmbedding,
-    encode_payload,
 )
 from transfer.nixl.export import ArenaExport
 from transfer.nixl.reader import ArenaReader
+from transfer.payload import encode_payload
 from transfer.registry import Registry
 from workers import embedding_exports
 from workers.embedding_cache import HostEmbeddings

@@ -23,8 +23,8 @@ from transfer.messages import (
     EmbeddingOffer,
     EmbeddingPulled,
     PullEmbedding,
-    encode_payload,
 )
+from transfer.payload import encode_payload
 from transfer.registry import Registry
 from transfer.tensor_ref import ArenaId
 from workers import embedding_pulls

@@ -6,7 +6,8 @@ import pytest
 
 from tests.fakes import FakeWorker, within
 from tests.workers.lines import Line
-from transfer.messages import Call, CallResult, decode_payload_as, encode_payload
+from transfer.messages import Call, CallResult
+from transfer.payload import decode_payload_as, encode_payload
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from tests.fakes import make_item, make_request, within
-from transfer.messages import encode_payload
+from transfer.payload import encode_payload
 from workers.engine_inputs import EngineInputs
 
 pytestmark = pytest.mark.anyio

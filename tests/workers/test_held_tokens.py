@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,8 @@ from vllm.v1.outputs import LogprobsLists
 
 from tests.fakes import FakeWorker, make_request, within
 from tests.workers.lines import Line
-from transfer.messages import AbortRequests, Outputs, Released, decode_outputs
-from transfer.registry import Registry
+from transfer.messages import AbortRequests, Outputs, Released
+from transfer.payload import decode_outputs
 from workers import held_tokens
 from workers.held_tokens import HeldTokens, hold, is_awaited_whole, let_go, may_be_held
 
@@ -28,17 +27,15 @@ def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def worker(registry: Registry) -> AsyncIterator[FakeWorker]:
-    async with FakeWorker(registry) as worker:
-        worker.engine.stalled = True
-        yield worker
+def worker(worker: FakeWorker) -> FakeWorker:
+    worker.engine.stalled = True
+    return worker
 
 
 @pytest.fixture
-async def line(worker: FakeWorker) -> AsyncIterator[Line]:
-    async with Line(worker) as line:
-        await line.greet()
-        yield line
+async def line(line: Line) -> Line:
+    await line.greet()
+    return line
 
 
 def request(request_id: str = "r", **params: Any) -> EngineCoreRequest:

@@ -27,8 +27,8 @@ from transfer.messages import (
     Pong,
     Released,
     TensorsMissing,
-    encode_payload,
 )
+from transfer.payload import encode_payload
 
 pytestmark = pytest.mark.anyio
 

@@ -19,8 +19,8 @@ from transfer.messages import (
     FrontendShare,
     KvDelta,
     LoadReport,
-    encode_payload,
 )
+from transfer.payload import encode_payload
 
 pytestmark = pytest.mark.anyio
 

@@ -29,9 +29,9 @@ from transfer.messages import (
     Released,
     TensorsMissing,
     TransferChosen,
-    encode_payload,
 )
 from transfer.pack import plan, refer, write
+from transfer.payload import encode_payload
 from transfer.tensor_ref import ArenaId, EntryRef, RemoteArena
 from workers import nixl_transfer
 

@@ -14,17 +14,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from frontend.parked_requests import PARK_SECONDS
 from tests.fakes import FakeWorker, make_request, within
 from tests.workers.lines import Line
-from transfer.messages import (
-    AbortRequests,
-    Call,
-    CallResult,
-    Outputs,
-    Ping,
-    Pong,
-    Released,
-    decode_outputs,
-    encode_payload,
-)
+from transfer.messages import AbortRequests, Call, CallResult, Outputs, Ping, Pong, Released
+from transfer.payload import decode_outputs, encode_payload
 from workers import outbox
 from workers.frontends import SILENT_SECONDS
 

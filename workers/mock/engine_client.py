@@ -22,7 +22,8 @@ from vllm.v1.engine import (
 )
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 
-from transfer.messages import Frame, decode_request
+from transfer.messages import Frame
+from transfer.payload import decode_request
 from workers.mock.block_pool import BlockEvent
 from workers.mock.engine import MockEngine, StepOutputs, TokenOutput
 from workers.mock.requests import Answered, RequestReader

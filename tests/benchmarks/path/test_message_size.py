@@ -6,7 +6,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from benchmarks.path.message_size import size_of
-from transfer.messages import AddRequest, encode, encode_payload
+from transfer.messages import AddRequest, encode
+from transfer.payload import encode_payload
 
 
 def request_of(tokens: list[int]) -> EngineCoreRequest:

@@ -32,7 +32,7 @@ from frontend.router.block_hashes import RequestHasher, RootHashMismatch
 from frontend.router.kv_index import KvIndex
 from frontend.router.kv_plane import KvPlane
 from transfer.block_hash_root import root_hash_of
-from transfer.messages import decode_request, encode_payload
+from transfer.payload import decode_request, encode_payload
 from workers.kv_state import KvState
 
 BLOCK = 16
