@@ -30,11 +30,11 @@ class Child:
         *,
         append: bool = False,
     ) -> None:
-        """``append`` keeps what the log holds already."""
+        """``append`` keeps what the log holds already. Only this user may read the log."""
         self.name = name
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab" if append else "wb") as output:
+        with open(log, "ab" if append else "wb", opener=_for_this_user) as output:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -78,6 +78,13 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    """Open a file that may come to hold prompts."""
+    fd = os.open(path, flags, 0o600)
+    os.fchmod(fd, 0o600)  # it may be there since before
+    return fd
 
 
 def stop_all(

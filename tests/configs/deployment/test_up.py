@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -258,6 +259,24 @@ def test_the_format_of_logs_is_passed_on(tmp_path: Path, port: int) -> None:
     up.read_until("Ctrl-C stops it")
     up.stop()
     assert (tmp_path / "l" / "worker-1.log").read_text() == "json\n"
+
+
+@pytest.mark.parametrize("append", [False, True])
+@pytest.mark.parametrize("there_before", [False, True])
+def test_only_this_user_may_read_a_log(
+    tmp_path: Path, append: bool, there_before: bool
+) -> None:
+    log = tmp_path / "log"
+    umask = os.umask(0)
+    try:
+        if there_before:
+            log.touch()
+        says = "print('the prompt')"
+        child = Child("child", [sys.executable, "-c", says], log, {}, append=append)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    child.kill_group()
 
 
 def test_a_stubborn_child_is_killed_with_all_it_started(tmp_path: Path) -> None:
