@@ -25,6 +25,10 @@ from transfer.messages import PROTOCOL_VERSION, Hello, WorkerFacts
 from transfer.registry import Registry
 
 
+def tokens_of(answer: list[EngineCoreOutput]) -> list[int]:
+    return [token for output in answer for token in output.new_token_ids]
+
+
 class Fleet:
     """An async context: within, the frontend looks for workers."""
 

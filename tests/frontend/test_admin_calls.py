@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 from vllm.lora.request import LoRARequest
@@ -13,15 +12,8 @@ from tests.fakes import FakeWorker, eventually, make_facts, within
 from tests.frontend.fleets import Fleet
 from transfer.errors import BadMessage
 from transfer.messages import CallResult
-from transfer.registry import Registry
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def fleet(registry: Registry) -> AsyncIterator[Fleet]:
-    async with Fleet(registry) as fleet:
-        yield fleet
 
 
 @pytest.fixture

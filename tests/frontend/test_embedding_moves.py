@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,12 +61,6 @@ def there(tmp_path: Path) -> Host:
     """Where the encode workers are."""
     (tmp_path / "there").mkdir()
     return Host(tmp_path / "there")
-
-
-@pytest.fixture
-async def fleet(registry: Registry) -> AsyncIterator[Fleet]:
-    async with Fleet(registry) as fleet:
-        yield fleet
 
 
 async def generator(

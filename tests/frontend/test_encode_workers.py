@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,6 @@ from transfer.registry import Registry
 from workers.embedding_cache import HostEmbeddings
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def fleet(registry: Registry) -> AsyncIterator[Fleet]:
-    async with Fleet(registry) as fleet:
-        yield fleet
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ A frontend and fake workers over real sockets; the faults are made at the worker
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from tests.fakes import FakeWorker, eventually, within
@@ -18,12 +16,6 @@ from transfer.registry import Registry
 pytestmark = pytest.mark.anyio
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
-
-
-@pytest.fixture
-async def fleet(registry: Registry) -> AsyncIterator[Fleet]:
-    async with Fleet(registry) as fleet:
-        yield fleet
 
 
 @pytest.fixture
