@@ -6,8 +6,7 @@ the result is kept; whoever gets None instead has vLLM process the item as it wo
 this pool. An item whose process ends over it is tried once more, in a new process, and
 never in the frontend itself.
 
-vLLM names relied on: exceptions.GracefulHTTPError, VLLMValidationError;
-multimodal.inputs.MultiModalKwargsItem.
+vLLM names relied on: multimodal.inputs.MultiModalKwargsItem.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from http import HTTPStatus
 
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.multimodal.inputs import MultiModalKwargsItem
 
 from configs.schema import FrontendConfig
@@ -39,6 +36,14 @@ from frontend.preprocess.processes import (
     Template,
 )
 from frontend.preprocess.prompt_updates import from_plain
+from frontend.preprocess.refusals import (
+    LOST,
+    Refused,
+    overdue,
+    poisonous,
+    too_many,
+    unreadable,
+)
 from transfer.arena import Arena
 from transfer.errors import BadMessage, PeerLost
 from transfer.pack import ItemPlan, refer
@@ -52,15 +57,6 @@ START_SECONDS = 180.0
 """How long a template may take to load the model's processor."""
 RESTART_SECONDS = (1.0, 60.0)
 """How long to wait before a lost template is replaced: at first, and at most."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Why an item is answered with an error."""
-
-    reason: str
-    text: str
-    status: HTTPStatus
 
 
 @dataclass
@@ -184,7 +180,7 @@ class PreprocessPool:
                 self._metrics.fallbacks.labels("no processes").inc()
                 return None
             if len(self._queue) >= self._settings.queue:
-                raise self._error(_too_many(len(self._queue)))
+                raise self._error(too_many(len(self._queue)))
             job = self._add_job(mm_hash, work)
         else:
             self._metrics.shared.inc()
@@ -228,9 +224,7 @@ class PreprocessPool:
 
     def _error(self, refused: Refused) -> Exception:
         self._metrics.refused.labels(refused.reason).inc()
-        if refused.status == HTTPStatus.BAD_REQUEST:
-            return VLLMValidationError(refused.text)
-        return GracefulHTTPError(refused.text, refused.status)
+        return refused.error()
 
     # The template and its processes.
 
@@ -249,7 +243,7 @@ class PreprocessPool:
             task.cancel()
         for job in list(self._jobs.values()):
             if job.attempts:  # it may be why they are gone
-                self._answer(job, _LOST)
+                self._answer(job, LOST)
             else:
                 self._metrics.fallbacks.labels("no processes").inc()
                 self._answer(job, None)
@@ -324,7 +318,7 @@ class PreprocessPool:
         """Have a job done and answered, or put back; ends a process that fails at it."""
         began = time.monotonic()
         if began >= job.deadline:
-            self._answer(job, _overdue(self._settings.seconds))
+            self._answer(job, overdue(self._settings.seconds))
             return
         if not job.attempts:
             self._metrics.waited.observe(began - job.asked)
@@ -340,7 +334,7 @@ class PreprocessPool:
             result = None
         except TimeoutError:
             await process.end()
-            result = _overdue(self._settings.seconds)
+            result = overdue(self._settings.seconds)
         except NeverBegan:
             await process.end()
             job.attempts -= 1
@@ -353,11 +347,11 @@ class PreprocessPool:
             if job.attempts < ATTEMPTS:
                 self._requeue(job)
                 return
-            result = _POISONOUS
+            result = poisonous(ATTEMPTS)
         except Exception:  # the arena may have been closed: the frontend is stopping
             logger.exception("an image could not be processed")
             await process.end()
-            result = _LOST
+            result = LOST
         finally:
             del self._running[process.pid]
         self._answer(job, result)
@@ -371,7 +365,7 @@ class PreprocessPool:
 
     def _refusal(self, failed: Failed) -> Refused | None:
         if failed.unreadable:
-            return Refused("unreadable", failed.reason, HTTPStatus.BAD_REQUEST)
+            return unreadable(failed.reason)
         # vLLM shall say it, in its own words.
         logger.info("an item is left to the frontend: %s", failed.reason)
         self._metrics.fallbacks.labels("processor").inc()
@@ -388,31 +382,3 @@ class PreprocessPool:
             item = refer(layout, item, lease.entry)
         updates = [from_plain(update) for update in done.updates]
         return self._cache.add(mm_hash, done.identity, item, lease, updates)
-
-
-def _too_many(waiting: int) -> Refused:
-    return Refused(
-        "queue full",
-        f"{waiting} images are waiting to be processed. Please try again later.",
-        HTTPStatus.SERVICE_UNAVAILABLE,
-    )
-
-
-def _overdue(seconds: float) -> Refused:
-    return Refused(
-        "overdue",
-        f"An image was not processed within {seconds:.0f} seconds. Please try again later.",
-        HTTPStatus.SERVICE_UNAVAILABLE,
-    )
-
-
-_LOST = Refused(
-    "lost",
-    "The processes that process images were lost. Please try again later.",
-    HTTPStatus.SERVICE_UNAVAILABLE,
-)
-_POISONOUS = Refused(
-    "crashed",
-    f"{ATTEMPTS} processes ended while they processed an image of this request.",
-    HTTPStatus.BAD_REQUEST,
-)
