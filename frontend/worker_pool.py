@@ -205,7 +205,7 @@ class WorkerPool:
         worker.greetings += 1
         if worker.greetings % GREETINGS == 0:
             link = self._handshake.open_link(worker.address)
-            worker.link.close()
+            worker.link.abandon()
             worker.tasks.pop(0).cancel()
             self._use(worker, link)
         worker.link.send(self._handshake.hello)

@@ -94,9 +94,12 @@ class _Socket:
         self.bad_messages = 0
 
     def close(self) -> None:
+        self._close(LAST_WORDS_MS)
+
+    def _close(self, linger_ms: int) -> None:
         if self._reader is not None:
             self._reader.close()
-        self._socket.close(linger=LAST_WORDS_MS)
+        self._socket.close(linger=linger_ms)
 
     def _put(self, frames: Sequence[Frame]) -> None:
         try:
@@ -195,13 +198,25 @@ class FrontendLink(_Socket):
             self._socket.disconnect(self.address)
         self._socket.connect(self.address)
 
+    def abandon(self) -> None:
+        """Close it at once, because another takes its place; what waits in it is not sent.
+
+        If it still connected, behind the other, the worker would listen to it alone: to the
+        last that comes under a name. The other would be heard when it is given up as silent.
+        """
+        self._stop_watching()
+        self._close(linger_ms=0)
+
     def close(self) -> None:
+        self._stop_watching()
+        super().close()
+
+    def _stop_watching(self) -> None:
         if self._again is not None:
             self._again.cancel()
         if self._events is not None:
             self._events.close()
         self._stop_monitor()
-        super().close()
 
     def _stop_monitor(self) -> None:
         self._socket.disable_monitor()

@@ -21,6 +21,7 @@ from tests.frontend.fleets import Fleet
 from transfer.messages import (
     Bye,
     Frame,
+    Hello,
     LoadReport,
     Outputs,
     Refused,
@@ -337,20 +338,28 @@ async def test_a_goodbye_out_of_turn_changes_nothing(registry: Registry) -> None
         await fleet.until_ready("worker-1")
 
 
-async def test_greetings_that_nobody_reads_do_not_pile_up(registry: Registry) -> None:
-    away = FakeWorker(registry, "away", address="tcp://127.0.0.1:*")
-    address = away.address
-    await away.stop()
+async def test_greetings_that_nobody_reads_do_not_pile_up(
+    registry: Registry, elsewhere: Registry
+) -> None:
+    address = f"ipc://{elsewhere.path}/w"
     async with Fleet(registry, addresses=[address]) as fleet:
         (worker,) = fleet.pool.workers
         first = worker.link
         for _ in range(GREETINGS):
             fleet.pool._greet(worker)
         assert worker.link is not first
-        late = FakeWorker(registry, "late", address=address)
-        late.start()
-        await fleet.until_ready("late")
-        await late.stop()
+        heard = 0
+        async with FakeWorker(elsewhere, "late", address=address) as late:
+            greet = late.inbox._handshake.greet
+
+            def counted(name: str, hello: Hello) -> None:
+                nonlocal heard
+                heard += 1
+                greet(name, hello)
+
+            late.inbox._handshake.greet = counted  # type: ignore[method-assign]
+            assert await fleet.pool.wait_until_ready(3 * PATIENCE)
+        assert heard < GREETINGS
 
 
 class Stumbling(Router):

@@ -121,6 +121,21 @@ async def test_each_frontend_hears_only_its_own(ends: Ends, sockets: Path) -> No
         assert (await within(frontend.receive()))[0] == AbortRequests([f"frontend-{i}"])
 
 
+async def test_what_waits_in_an_abandoned_link_is_not_sent(
+    ends: Ends, sockets: Path
+) -> None:
+    address = f"ipc://{sockets}/requests"
+    earlier = FrontendLink(ends.context, "frontend-1", address)
+    earlier.send(Bye())
+    frontend = ends.frontend("frontend-1", address)
+    frontend.send(Ping())
+    earlier.abandon()
+    worker = ends.worker(address)
+    assert await within(worker.receive()) == ("frontend-1", Ping(), [])
+    worker.send("frontend-1", Pong())
+    assert await within(frontend.receive()) == (Pong(), [])
+
+
 async def test_tensors_arrive_as_they_were(ends: Ends, sockets: Path) -> None:
     worker = ends.worker(f"ipc://{sockets}/requests")
     frontend = ends.frontend("frontend-1", worker.address)
