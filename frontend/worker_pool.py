@@ -77,6 +77,9 @@ class WorkerPool:
         self._context = zmq.Context()
         self._handshake = Handshake(hello, expected, events, nixl, self._context, access)
         self._workers: dict[str, Worker] = {}
+        """By address."""
+        self._elsewhere: dict[str, str] = {}
+        """Addresses given by a flag whose worker answers at another one, with its epoch."""
         self._some_ready = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -139,8 +142,11 @@ class WorkerPool:
     async def _follow_registry(self) -> None:
         async for records in self._registry.watch():
             by_address = {r.address: r for r in records.values()}
+            reached = {w.name for w in self.workers if w.epoch}
             for address, record in by_address.items():
                 if address not in self._workers:
+                    if record.worker in reached:
+                        continue  # at another address, which will do
                     try:
                         self._add(address, record)
                     except TransferError as error:
@@ -177,6 +183,15 @@ class WorkerPool:
                 except Exception:  # whatever it is, the others are to be watched
                     logger.exception("worker %s cannot be watched", worker.name)
             self._remove_unlisted()
+            self._try_other_addresses()
+
+    def _try_other_addresses(self) -> None:
+        """Use those again whose worker does not answer elsewhere any more."""
+        epochs = {worker.epoch for worker in self.workers}
+        for address in [a for a, epoch in self._elsewhere.items() if epoch not in epochs]:
+            with suppress(TransferError):  # then in a moment
+                self._add(address, None)
+                del self._elsewhere[address]
 
     def _watch(self, worker: Worker, now: float, due: bool) -> None:
         """See whether a worker is silent, and speak to it if that is ``due``."""
@@ -210,12 +225,32 @@ class WorkerPool:
             self._use(worker, link)
         worker.link.send(self._handshake.hello)
 
+    def _give_up_line(self, worker: Worker, epoch: str, address: str) -> None:
+        """A worker has answered at another address, too.
+
+        Nothing goes over the first line any more: ZeroMQ sends what is for this frontend to
+        where it was heard of last, and so it hears only that. What the worker had been sent
+        it has dropped.
+        """
+        logger.warning("worker %s is %s and %s", worker.name, worker.address, address)
+        self._lose(worker, f"answers at {address}")
+        if worker.address in self._addresses:
+            self._elsewhere[worker.address] = epoch
+        self._forget(worker)
+        worker.link.abandon()
+
     def _remove(self, worker: Worker) -> None:
         self._lose(worker, "has left")
+        self._forget(worker)
+        worker.link.send(Bye())
+        worker.link.close()
+
+    def _forget(self, worker: Worker) -> None:
+        """All but its line, which is to be closed."""
         self._events.on_gone(worker.name)
         del self._workers[worker.address]
-        worker.link.send(Bye())
-        worker.close()
+        if worker.process_watch is not None:
+            worker.process_watch.close()
         for task in worker.tasks:
             task.cancel()
 
@@ -264,11 +299,9 @@ class WorkerPool:
         self._lose(worker, "was restarted")
         if worker.process is not None and worker.process.is_dead():
             self._events.on_gone(worker.name)  # its successor was heard of first
-        identity = (ready.worker, ready.epoch)
-        if any((other.name, other.epoch) == identity for other in self.workers):
-            logger.warning("%s is worker %s once more", worker.address, ready.worker)
-            self._remove(worker)
-            return
+        for other in self.workers:
+            if (other.name, other.epoch) == (ready.worker, ready.epoch):
+                self._give_up_line(other, ready.epoch, worker.address)
         kv = self._handshake.accept(worker, ready)
         if kv is None:
             return

@@ -28,7 +28,7 @@ from transfer.messages import (
     encode,
 )
 from transfer.process import process_start_time, wants_to_run
-from transfer.registry import Registry
+from transfer.registry import Registry, WorkerRecord
 from transfer.socket_reader import MESSAGES_AT_ONCE
 
 pytestmark = pytest.mark.anyio
@@ -84,6 +84,59 @@ async def test_a_worker_both_announced_and_named_is_one_worker(registry: Registr
     async with worker, Fleet(registry, addresses=[worker.address]) as fleet:
         await fleet.until_ready("both")
         assert len(fleet.pool.workers) == 1
+
+
+async def test_a_worker_that_discovery_names_by_another_address_is_left_alone(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = FakeWorker(registry, "twice", address="tcp://127.0.0.1:*")
+    address = worker.address.replace("127.0.0.1", "localhost")
+    read = registry.records
+    seen: list[str] = []
+
+    def read_and_note() -> dict[str, WorkerRecord]:
+        records = read()
+        seen.extend(records)
+        return records
+
+    monkeypatch.setattr(registry, "records", read_and_note)
+    worker.start()
+    async with Fleet(registry, addresses=[address]) as fleet:
+        await fleet.until_ready("twice")
+        worker.engine.stalled = True
+        await fleet.client.add_request_async(make_request("r"))
+        await within(worker.engine.added.get())
+        worker.announce()
+        await eventually(lambda: seen)
+        worker.announce()  # read when the pool is done with the first
+        await eventually(lambda: len(seen) > 1)
+        assert [w.address for w in fleet.pool.workers] == [address]
+        assert worker.frontends.owner("r")
+    await worker.stop()
+    registry.withdraw("twice")
+
+
+async def test_a_worker_that_answers_at_two_addresses_loses_no_request(
+    registry: Registry,
+) -> None:
+    worker = FakeWorker(registry, "twice", address="tcp://127.0.0.1:*")
+    first = worker.address
+    second = first.replace("127.0.0.1", "localhost")
+    worker.start()
+    async with Fleet(registry, addresses=[first]) as fleet:
+        await fleet.until_ready("twice")
+        worker.engine.stalled = True
+        await fleet.client.add_request_async(make_request("r", max_tokens=1))
+        await within(worker.engine.added.get())
+        fleet.pool._addresses = [first, second]
+        fleet.pool._add(second, None)
+        assert (await within(worker.engine.added.get())).request_id == "r"
+        assert [w.address for w in fleet.pool.workers] == [second]
+        worker.engine.say("r", 7, finished=True)
+        assert [t for o in await fleet.answer("r") for t in o.new_token_ids] == [7]
+        await eventually(fleet.at_rest)
+        await worker.stop()
+        await eventually(lambda: {w.address for w in fleet.pool.workers} == {first, second})
 
 
 async def test_a_worker_that_leaves_is_gone_at_once(registry: Registry) -> None:
