@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
+def elsewhere(registry: Registry) -> Registry:
+    """Where no frontend looks for workers: they are known by address alone."""
+    return Registry(registry.path.parent, "elsewhere")
+
+
+@pytest.fixture
 async def fleet(registry: Registry) -> AsyncIterator[Fleet]:
     from tests.frontend.fleets import Fleet
 

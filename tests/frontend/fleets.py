@@ -19,7 +19,7 @@ from frontend.nixl_offers import NixlOffers
 from frontend.router.cost import RouterSettings
 from frontend.router.router import Router
 from frontend.worker_pool import WorkerPool
-from tests.fakes import HASHER, FakeWorker, eventually, within
+from tests.fakes import HASHER, FakeWorker, eventually, make_request, within
 from transfer.arena import Arena
 from transfer.messages import PROTOCOL_VERSION, Hello, WorkerFacts
 from transfer.registry import Registry
@@ -114,6 +114,12 @@ class Fleet:
             "arena": self.arena, "nixl": self.nixl, "metrics": self.counted,
         }
         self.metrics.register(FleetCollector(**{**parts, **instead}))
+
+    async def hold_request(self, worker: FakeWorker, max_tokens: int = 3) -> None:
+        """Have the worker's engine keep request ``r`` and say nothing of it."""
+        worker.engine.stalled = True
+        await self.client.add_request_async(make_request("r", max_tokens=max_tokens))
+        await within(worker.engine.added.get())
 
     async def answer(self, request_id: str) -> list[EngineCoreOutput]:
         """The outputs of a request up to its last, others' left out."""

@@ -226,9 +226,7 @@ async def test_input_that_streams_in_goes_to_one_worker_and_stays_in_place(
 
 async def test_statistics_alone_are_passed_on(fleet: Fleet) -> None:
     worker = await fleet.start()
-    worker.engine.stalled = True
-    await fleet.client.add_request_async(make_request("r"))
-    await within(worker.engine.added.get())
+    await fleet.hold_request(worker)
     output = EngineCoreOutput("r", [1])
     stats = SchedulerStats(num_running_reqs=4)
     worker.engine.put(EngineCoreOutputs(outputs=[output], scheduler_stats=stats))
@@ -255,9 +253,7 @@ async def test_shutdown_from_another_thread_ends_the_stream_of_outputs(
 async def test_a_worker_is_told_when_the_frontend_leaves(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await fleet.hold_request(worker)
         fleet.client.shutdown()
         await within(fleet.client.closed())
         assert await within(worker.engine.aborted.get()) == ["r"]

@@ -8,7 +8,6 @@ import pytest
 from fastapi import FastAPI
 
 from frontend.fleet_api import fleet_routes
-from tests.fakes import make_request, within
 from tests.frontend.fleets import Fleet
 from transfer.registry import Registry
 
@@ -28,9 +27,7 @@ async def test_the_fleet_is_shown_as_it_is(registry: Registry) -> None:
             assert shown["arena"]["items_without_room"] == 0
 
             worker = await fleet.start()
-            worker.engine.stalled = True
-            await fleet.client.add_request_async(make_request("r"))
-            await within(worker.engine.added.get())
+            await fleet.hold_request(worker)
             shown = (await http.get("/v1/fleet")).json()
         assert shown["requests"] == 1
         (only,) = shown["workers"]

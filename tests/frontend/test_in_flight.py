@@ -67,9 +67,7 @@ async def test_aborting_what_is_over_or_unknown_does_nothing(fleet: Fleet) -> No
 
 async def test_outputs_of_unknown_requests_are_dropped(fleet: Fleet) -> None:
     worker = await fleet.start()
-    worker.engine.stalled = True
-    await fleet.client.add_request_async(make_request("r"))
-    await within(worker.engine.added.get())
+    await fleet.hold_request(worker)
     worker.engine.say("unknown", 1)
     worker.engine.say("r", 2, finished=True)
     assert tokens_of(await fleet.answer("r")) == [2]
@@ -214,9 +212,7 @@ async def test_a_request_outlives_so_many_losses_in_the_middle_of_its_answer(
 
 async def test_a_request_whose_only_worker_is_lost_waits_for_the_next(fleet: Fleet) -> None:
     worker = await fleet.start()
-    worker.engine.stalled = True
-    await fleet.client.add_request_async(make_request("r"))
-    await within(worker.engine.added.get())
+    await fleet.hold_request(worker)
     await worker.leave()
     await fleet.until_gone("worker-1")
     await fleet.start("worker-2")
@@ -229,9 +225,7 @@ async def test_a_request_whose_only_worker_is_not_replaced_ends_in_an_error(
 ) -> None:
     async with Fleet(registry, wait=0.2) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await fleet.hold_request(worker)
         await worker.leave()
         (end,) = await fleet.answer("r")
         assert end.finish_reason is FinishReason.ERROR

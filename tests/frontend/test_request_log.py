@@ -11,7 +11,7 @@ from frontend.request_log import PICTURE_BYTES, RequestLog, SendTimes
 from frontend.router.cost import Candidate
 from frontend.router.router import Route
 from frontend.sent_request import NoWorkers
-from tests.fakes import make_item, make_request, within
+from tests.fakes import make_item, make_request
 from tests.frontend.fleets import Fleet
 from transfer.registry import Registry
 
@@ -58,9 +58,7 @@ async def test_a_request_is_followed_to_its_end(registry: Registry) -> None:
 async def test_an_abort_is_counted_once(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await fleet.hold_request(worker)
         for _ in range(2):
             await fleet.client.abort_requests_async(["r"])
         labels = {"worker": "worker-1", "outcome": "abort"}

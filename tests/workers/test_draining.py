@@ -58,9 +58,7 @@ async def test_what_is_not_done_in_time_goes_on_elsewhere(registry: Registry) ->
 async def test_a_request_that_is_aborted_is_not_waited_for(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await fleet.hold_request(worker)
         parts = [(worker.inbox, worker.frontends)]
         draining = asyncio.ensure_future(drain(parts, 60.0, asyncio.Event(), []))
         await fleet.until_gone("worker-1")
@@ -73,9 +71,7 @@ async def test_a_request_that_is_aborted_is_not_waited_for(registry: Registry) -
 async def test_a_second_signal_ends_it(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await fleet.hold_request(worker)
         hurry = asyncio.Event()
         parts = [(worker.inbox, worker.frontends)]
         draining = asyncio.ensure_future(drain(parts, 60.0, hurry, []))
@@ -87,9 +83,7 @@ async def test_a_second_signal_ends_it(registry: Registry) -> None:
 async def test_the_end_of_the_engine_ends_it(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await fleet.hold_request(worker)
         engine = asyncio.ensure_future(asyncio.Event().wait())
         parts = [(worker.inbox, worker.frontends)]
         draining = asyncio.ensure_future(drain(parts, 60.0, asyncio.Event(), [engine]))
@@ -101,9 +95,7 @@ async def test_the_end_of_the_engine_ends_it(registry: Registry) -> None:
 async def test_a_frontend_that_comes_meanwhile_is_refused(registry: Registry) -> None:
     async with Fleet(registry) as fleet:
         worker = await fleet.start()
-        worker.engine.stalled = True
-        await fleet.client.add_request_async(make_request("r"))
-        await within(worker.engine.added.get())
+        await fleet.hold_request(worker)
         worker.inbox.begin_draining(60.0)
         async with Fleet(registry, frontend="late") as late:
             await eventually(lambda: [w.refused for w in late.pool.workers if w.refused])
