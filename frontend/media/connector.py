@@ -30,6 +30,7 @@ from vllm.multimodal.media.connector import global_thread_pool
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
+from frontend.admission import let_others_begin
 from frontend.media.lazy_image import ImageOptions, load_lazily
 from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
@@ -124,6 +125,8 @@ class LazyMediaConnector(MediaConnector):
         self, url: str, media_io: MediaIO[M], *, fetch_timeout: int | None = None
     ) -> M:
         if _is_here(url):
+            if not isinstance(media_io, LazyImageIO):
+                let_others_begin()  # as many are decoded at a time as vLLM has threads
             return await super().load_from_url_async(
                 url, media_io, fetch_timeout=fetch_timeout
             )

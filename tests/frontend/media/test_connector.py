@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image, ImageFile
+from prometheus_client import CollectorRegistry
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.media.base import MediaIO
 from vllm.multimodal.media.image import ImageMediaIO
 
+from frontend.admission import Admission, AdmissionLimits, FleetLoad
+from frontend.large_bodies import LARGE_BYTES, LargeBodies
 from frontend.media.connector import CONNECTOR, LazyMediaConnector
 from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import MediaUnavailable, UrlPolicy
 from frontend.receipt import Receipt, current_receipt
+from tests.fakes import PATIENCE, within
 from tests.frontend.app import APP_MARKS, App, by_url, in_place
 from tests.frontend.media.web import Site
+from tests.frontend.test_admission import Engine
 
 pytestmark = [
     *APP_MARKS,
@@ -241,3 +248,44 @@ async def test_pictures_are_noted_in_the_receipt_only_where_asked_for(keep: bool
         current_receipt.reset(token)
         await remote.close()
     assert receipt.pictures == ([data] if keep else [])
+
+
+class SlowIO(MediaIO[str]):
+    """Media that take a thread of their own for long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def load_bytes(self, data: bytes) -> str:
+        raise NotImplementedError
+
+    def load_base64(self, media_type: str, data: str) -> str:
+        assert self.go_on.wait(PATIENCE)
+        return data
+
+    def load_file(self, filepath: Path) -> str:
+        raise NotImplementedError
+
+
+async def test_others_have_their_turn_while_threads_decode_sounds_and_videos() -> None:
+    policy = UrlPolicy([], allow_private=False)
+    connector = LazyMediaConnector(remote=RemoteMedia(policy, UrlCache(0)), policy=policy)
+    limits = AdmissionLimits(1 << 30, 10, 1 << 30, 60.0)
+    admission = Admission(limits, Engine(), FleetLoad, CollectorRegistry())
+    admission.large_bodies = LargeBodies(at_a_time=1, most_seconds=3600.0)
+    with admission.body() as body:
+        body.grow_to(LARGE_BYTES)
+        await body.take_turn()
+        await connector.fetch_image_async(in_place(picture(78))["image_url"]["url"])
+        with pytest.raises(TimeoutError):  # a picture takes no time of its own
+            await within(admission.large_bodies.turn(), 0.01)
+        slow = SlowIO()
+        loading = asyncio.create_task(
+            connector.load_from_url_async("data:video/mp4;base64,abc", slow)
+        )
+        try:
+            (await within(admission.large_bodies.turn())).end()
+        finally:
+            slow.go_on.set()
+        assert await within(loading) == "abc"
