@@ -29,10 +29,13 @@ LAST_SECONDS = 2.0
 class QueuedStream:
     """Takes the place of a text stream; its writes return at once."""
 
-    def __init__(self, stream: TextIO, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self, stream: TextIO, most_waiting: int = MOST_WAITING, *, queues: bool = True
+    ) -> None:
         self._stream = stream
         self._most_waiting = most_waiting
-        self._ended = False
+        self.queues = queues
+        """Else whoever writes waits until it is written."""
         self._begin()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
@@ -53,7 +56,7 @@ class QueuedStream:
         """Raises: TypeError: it is no text."""
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        if self._ended:
+        if not self.queues:
             self._write_out(text)
         elif self._has_room(text):
             self._put(text)
@@ -95,7 +98,7 @@ class QueuedStream:
 
     def end(self, seconds: float) -> None:
         """Drain; if that succeeds, what comes now is written at once: threads end soon."""
-        self._ended = self.drain(seconds)
+        self.queues = not self.drain(seconds)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -136,14 +139,25 @@ class QueuedStream:
             self._stream.flush()
 
 
-def queue_output() -> None:
-    """From now on have threads write what this process says.
+def replace_output() -> None:
+    """Have this process say everything through streams that can queue.
 
     Call it before logging is set up: handlers keep the streams that they find.
     """
     for name in ("stdout", "stderr"):
         stream: TextIO | None = getattr(sys, name)
         if stream is not None:  # None: it was closed when the process began
-            queued = QueuedStream(stream)
-            setattr(sys, name, queued)
-            atexit.register(queued.end, LAST_SECONDS)
+            replaced = QueuedStream(stream, queues=False)
+            setattr(sys, name, replaced)
+            atexit.register(replaced.end, LAST_SECONDS)
+
+
+def queue_output() -> None:
+    """From now on have threads write what this process says.
+
+    Call it when there is something to serve. What is only printed, as help is, may be read
+    as slowly as one likes.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, QueuedStream):
+            stream.queues = True

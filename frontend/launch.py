@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.log_stream import queue_output
+from configs.log_stream import queue_output, replace_output
 from configs.logs import early_log_format, have_vllm_log_json, show_logs
 
 
@@ -25,7 +25,7 @@ def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
     # A frontend runs no model. Told so, vLLM's CUDA build works on hosts without a GPU
     # and this process never touches one. vLLM reads it when it is imported.
     os.environ["VLLM_TARGET_DEVICE"] = "cpu"
-    queue_output()
+    replace_output()
     log_format = early_log_format(arguments, os.environ)
     if log_format == "json":
         have_vllm_log_json(os.environ)
@@ -50,6 +50,7 @@ def launch(arguments: Sequence[str], *, siblings: Path | None = None) -> int:
     try:
         settings, args = parse(arguments)
         show_logs("frontend", settings.log_format)
+        queue_output()
         if settings.frontends == 1 or siblings is not None:
             # Until vLLM's server listens for it: unwind, so that nothing is left behind.
             signal.signal(signal.SIGTERM, _interrupt)

@@ -14,7 +14,8 @@ PATIENCE = 20.0
 
 SAYS = """
 import logging, sys
-from configs.log_stream import queue_output
+from configs.log_stream import queue_output, replace_output
+replace_output()
 queue_output()
 logging.basicConfig(stream=sys.stderr)
 for number in range(1000):
@@ -36,7 +37,8 @@ def test_all_of_it_is_out_when_the_process_ends() -> None:
 
 FORKS = """
 import os
-from configs.log_stream import queue_output
+from configs.log_stream import queue_output, replace_output
+replace_output()
 queue_output()
 print("parent")
 if (child := os.fork()) == 0:
@@ -55,8 +57,9 @@ def test_what_a_forked_child_says_is_written_once() -> None:
 
 ODD = """
 import atexit, logging, sys
-from configs.log_stream import queue_output
+from configs.log_stream import queue_output, replace_output
 atexit.register(lambda: logging.warning("the very last"))
+replace_output()
 queue_output()
 logging.basicConfig(stream=sys.stderr)
 print("before")
@@ -78,12 +81,34 @@ def test_what_cannot_be_written_costs_no_other_line() -> None:
 
 ENDS_AT_ONCE = """
 import multiprocessing
-from configs.log_stream import queue_output
+from configs.log_stream import queue_output, replace_output
+replace_output()
 queue_output()
 child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
 child.start()
 child.join()
 """
+
+
+HELPS = """
+import threading
+from configs.log_stream import queue_output, replace_output
+replace_output()
+print("help", threading.active_count())
+queue_output()
+print("serving")
+print(threading.active_count())
+"""
+
+
+def test_what_comes_before_serving_is_waited_for() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HELPS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "help 1\nserving\n2\n"
+    stream = QueuedStream(written := io.StringIO(), queues=False)
+    stream.write("help")
+    assert written.getvalue() == "help"
 
 
 def test_forked_children_may_end_without_notice() -> None:
@@ -97,7 +122,8 @@ def test_forked_children_may_end_without_notice() -> None:
 CLOSED = """
 import os, sys
 assert sys.stdout is None
-from configs.log_stream import queue_output
+from configs.log_stream import queue_output, replace_output
+replace_output()
 queue_output()
 print("to nobody")
 print("still here", file=sys.stderr)
