@@ -5,7 +5,7 @@ for the whole answer, as those do that do not stream, nobody looks at a token be
 last. The first goes at once, because times to first token are measured by it; then what has
 come within ``MOST_SECONDS`` goes as one output, as if one step had made it, and the rest
 with the end. The frontend thus always knows most of an answer, should it have to go on on
-another worker.
+another worker. One that is cut short by ``/abort_requests`` lacks what was held.
 
 Answers whose tokens are looked at are not held: those that stream, those with stop strings,
 which the frontend looks for, and outputs with anything but tokens, log-probabilities for
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
 MOST_SECONDS = 0.2
 """Tokens are held for so long and no longer: what a lost worker takes with it."""
@@ -48,6 +48,8 @@ _COUNTED = [
     for name, default in vars(SchedulerStats()).items()
     if name not in GAUGES
 ]
+_NO_LOOKUPS = PrefixCacheStats()
+"""What is counted of a prefix cache, a KV connector's for example, in most steps."""
 
 
 @dataclass
@@ -73,7 +75,7 @@ def is_awaited_whole(request: EngineCoreRequest) -> bool:
 def may_be_held(stats: SchedulerStats | None) -> bool:
     """Whether nobody would miss what a step says beside its tokens."""
     return stats is None or all(
-        getattr(stats, name) == default for name, default in _COUNTED
+        getattr(stats, name) in (default, _NO_LOOKUPS) for name, default in _COUNTED
     )
 
 

@@ -126,6 +126,7 @@ def test_what_says_more_than_tokens_goes_at_once(news: dict[str, Any]) -> None:
 def test_statistics_that_are_summed_up_are_not_dropped() -> None:
     assert may_be_held(None)
     assert may_be_held(SchedulerStats(num_running_reqs=3, kv_cache_usage=0.5, step_counter=7))
+    assert may_be_held(SchedulerStats(connector_prefix_cache_stats=PrefixCacheStats()))
     assert not may_be_held(SchedulerStats(prefix_cache_stats=PrefixCacheStats(requests=1)))
     assert not may_be_held(SchedulerStats(kv_connector_stats={"bytes": 1}))
     gauges = held_tokens.GAUGES
