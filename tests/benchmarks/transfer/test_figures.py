@@ -6,7 +6,9 @@ from benchmarks.metrics import Metric
 from benchmarks.transfer.endpoint import Result
 from benchmarks.transfer.figures import AFTER_PAUSE, AGAIN, FIRST, SIZES, Figures, wanted
 
-WAYS = ("memcpy", "shm", "nixl", "vllm_ipc", "raw_nixl", "dynamo_shm", "dynamo_nixl")
+WAYS = (
+    "memcpy", "shm", "nixl", "message", "vllm_ipc", "raw_nixl", "dynamo_shm", "dynamo_nixl"
+)
 
 
 def usable_after(milliseconds: float, received: float = 0.0) -> Result:
@@ -23,7 +25,7 @@ def figures() -> Figures:
     """A machine that copies 8 MiB in a millisecond."""
     figures = Figures(idle_cores=0.25)
     for mib in SIZES:
-        for way, milliseconds in zip(WAYS, (1, 1.2, 6, 3, 3, 12, 48), strict=True):
+        for way, milliseconds in zip(WAYS, (1, 1.2, 6, 0.5, 3, 3, 12, 48), strict=True):
             for slower in (1, 4, 2):  # for a while everything is slower
                 received = 1.0 * slower if way == "raw_nixl" else 0.0
                 result = usable_after(milliseconds * slower * mib / 8, received * mib / 8)
@@ -31,6 +33,7 @@ def figures() -> Figures:
         for way in ("shm", "nixl"):
             figures.results[way, mib, AGAIN] += [usable_after(0.1 + mib / 1280)] * 3
             figures.results[way, mib, AFTER_PAUSE] += [usable_after(0.4 + mib / 1280)] * 3
+        figures.results["message", mib, AGAIN] += [usable_after(0.2 + mib / 640)] * 3
     return figures
 
 
@@ -54,6 +57,12 @@ def by_name(figures: Figures) -> dict[str, Metric]:
         ("nixl_speedup_over_dynamo_8mib", 8.0, True),
         ("identity_hash_ms_8mib", 0.5, None),
         ("shm_until_read_over_memcpy_8mib", 1.2, None),
+        ("message_repeat_ms", 0.4, None),
+        ("shm_repeat_over_message", 0.5, None),
+        ("nixl_repeat_over_message", 0.5, None),
+        ("shm_over_memcpy_and_message_8mib", 0.8, None),
+        ("shm_over_memcpy_and_message_32mib", 0.8, None),
+        ("nixl_over_raw_and_message_8mib", 1.71, None),
         ("vllm_ipc_ms_32mib", 24.0, None),
     ],
 )
