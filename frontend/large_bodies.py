@@ -15,9 +15,9 @@ LARGE_BYTES = 64 * 1024
 """From this size on a body waits for its turn."""
 
 AT_A_TIME = 3
-"""Enough that while some have their threads at work another has the event loop: pictures seen
-before are answered at nine tenths of the rate that there would be without turns, and a text
-request beside them in a quarter of the time."""
+"""Enough that while some have their threads at work another has the event loop. Measured in
+docs/reliability.md: with fewer, pictures seen before are answered at a lower rate; with more,
+text beside them waits longer."""
 
 MOST_SECONDS = 1.0
 """How long a turn may take, so that nothing slow keeps others waiting."""
