@@ -138,6 +138,12 @@ class FrontendConfig(DiscoverySettings):
         "many as processors, divided among --frontends, at most 4, none on one; 0: none).",
         env="FOVEAL_MM_PREPROCESS_WORKERS", ge=0, le=64,
     )
+    mm_preprocess_priority: Literal["idle", "low"] = setting(
+        "idle",
+        "When preprocess processes get a processor: when nobody else wants it, or somewhat "
+        "less often than others (low), for hosts whose engines keep all processors busy.",
+        env="FOVEAL_MM_PREPROCESS_PRIORITY",
+    )
     mm_preprocess_queue: int = setting(
         1024, "Images that may wait for a preprocess process before requests are answered "
         "503.", ge=1,

@@ -104,7 +104,10 @@ async def serve(
     try:
         cache = ArenaProcessorCache(arena, hasher, config.model_config.model)
         if arena is not None:
-            setup = Setup(tuple(arguments), arena.id, seed, settings.mm_identity_hash)
+            setup = Setup(
+                tuple(arguments), arena.id, seed, settings.mm_identity_hash,
+                settings.mm_preprocess_priority,
+            )
             preprocessing = begin_preprocessing(settings, setup, arena, cache)
         router = _make_router(settings)
         metrics = FrontendMetrics()

@@ -56,6 +56,7 @@ from frontend.media.lazy_image import ImageUnreadable
 from frontend.placeholder_checks import check_placeholders, image_token_of
 from frontend.receipt import ReceiptMiddleware
 from frontend.segment_tokenizer import SHORTEST_TEXT, segment_tokenizer
+from frontend.short_prompts import stay_on_the_loop
 from frontend.spared_work import ask_nothing_about_no_items, one_processor_for_chats
 from frontend.tracing import TracingMiddleware
 from transfer.messages import WorkerFacts
@@ -194,6 +195,7 @@ def make_llm(
     _name_what_is_wrong(llm.renderer, image_token_of(config.model_config.hf_config))
     _check_embeddings(llm.renderer, limits_of(config.model_config))
     _reuse_tokenization(llm.renderer)
+    stay_on_the_loop(llm.renderer, own_templates=args.trust_request_chat_template)
     if llm.renderer.mm_processor is not None:
         ask_nothing_about_no_items(llm.renderer.mm_processor)
     return llm

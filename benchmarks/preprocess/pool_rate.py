@@ -58,7 +58,7 @@ def _pool(workers: int, arena: Arena) -> PreprocessPool:
     seed = bytes(SEED_BYTES)
     return PreprocessPool(
         PoolSettings(workers, 10 * PICTURES, SECONDS),
-        lambda: Template(Setup(FLAGS, arena.id, seed, "xxh3_128")),
+        lambda: Template(Setup(FLAGS, arena.id, seed, "xxh3_128", "idle")),
         arena,
         ArenaProcessorCache(arena, IdentityHasher(seed), str(CHECKPOINT)),
         PreprocessMetrics(CollectorRegistry()),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,6 +38,8 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     arena: ArenaId
     seed: bytes
     algorithm: str
+    priority: Literal["idle", "low"]
+    """Of the processes, from when the template is ready."""
 
 
 class TemplateReady(msgspec.Struct, frozen=True, tag=True):

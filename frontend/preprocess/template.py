@@ -19,7 +19,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from contextlib import suppress
+from typing import Literal, NoReturn
 
 from frontend.preprocess.freed_memory import MIB, keep_freed_memory
 from frontend.preprocess.messages import (
@@ -37,7 +38,7 @@ from transfer.identity import IdentityHasher
 from transfer.parent_death import die_with_parent
 
 NICENESS = 5
-"""Preprocess processes leave the processors to whoever answers requests."""
+"""Of processes of low priority: others get about three times as much of a processor."""
 
 SETUP_BYTES = 1 << 20
 """The longest setup message: command lines are shorter."""
@@ -85,7 +86,7 @@ def run(control: socket.socket, load: Load) -> None:
     except Exception as error:  # told to the frontend, which goes on without
         control.sendall(encode(SetupFailed(f"{type(error).__name__}: {error}")))
         return
-    os.nice(NICENESS)  # from here on: nothing is ready before this has loaded
+    give_way(setup.priority)  # from here on: nothing is ready before this has loaded
     gc.collect()
     gc.freeze()  # or else the collector would write to, and so copy, every shared page
     control.sendall(encode(TemplateReady()))
@@ -103,6 +104,19 @@ def run(control: socket.socket, load: Load) -> None:
             _be_process(work, fds[0])
         for fd in fds:
             os.close(fd)
+
+
+def give_way(priority: Literal["idle", "low"]) -> None:
+    """Leave the processors to whoever answers requests.
+
+    ``idle``: whoever wakes up and wants a processor has it at once, even if it holds an
+    interpreter lock that others wait for. Where a sandbox refuses that, ``low`` it is.
+    """
+    if priority == "idle":
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            return
+    os.nice(NICENESS)
 
 
 def _be_process(work: Callable[[int], None], fd: int) -> NoReturn:

@@ -84,7 +84,7 @@ async def made_beside(
     request: pytest.FixtureRequest, checkpoint: Path, arenas: tuple[Arena, Arena]
 ) -> AsyncIterator[tuple[Side, PreprocessPool]]:
     side = make_side(checkpoint, arenas[0])
-    setup = Setup(flags(checkpoint), side.arena.id, SEED, "xxh3_128")
+    setup = Setup(flags(checkpoint), side.arena.id, SEED, "xxh3_128", "idle")
     pool = PreprocessPool(
         PoolSettings(request.param, 1000, SECONDS),
         lambda: Template(setup),

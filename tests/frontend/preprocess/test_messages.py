@@ -20,7 +20,9 @@ from transfer.errors import BadMessage, PeerLost
 from transfer.tensor_ref import ArenaId
 
 MESSAGES: list[Message] = [
-    Setup(("--model", "m"), ArenaId("foveal-1-2-ab", bytes(16)), bytes(32), "xxh3_128"),
+    Setup(
+        ("--model", "m"), ArenaId("foveal-1-2-ab", bytes(16)), bytes(32), "xxh3_128", "idle",
+    ),
     Work(
         "image", Media(b"\x00data", None, (0, 1, 2), "L"),
         {"a": [1, 2.5, None, {"b": True}]},

@@ -21,7 +21,6 @@ from frontend.preprocess.messages import Media, Setup, Work
 from frontend.preprocess.metrics import PreprocessMetrics
 from frontend.preprocess.pool import PoolSettings, PreprocessPool, default_workers
 from frontend.preprocess.processes import NoProcesses, PreprocessProcess, Template
-from frontend.preprocess.template import NICENESS
 from tests.fakes import HASHER, eventually, within
 from tests.frontend.preprocess.fake_template import MODEL, UPDATES, item_of
 from transfer import pack
@@ -38,7 +37,7 @@ class SharedTemplate(Template):
     """One process for many pools: starting it takes seconds."""
 
     def __init__(self, arena: Arena) -> None:
-        super().__init__(Setup((), arena.id, SEED, "xxh3_128"), COMMAND)
+        super().__init__(Setup((), arena.id, SEED, "xxh3_128", "idle"), COMMAND)
         self._is_ready = False
 
     async def ready(self, seconds: float) -> None:
@@ -395,11 +394,9 @@ async def test_memory_does_not_grow(make_pool: MakePool) -> None:
     assert _rss(_pid(pool)) - theirs < 8 << 20
 
 
-async def test_processes_leave_the_processors_to_the_frontend(make_pool: MakePool) -> None:
+async def test_processes_leave_the_processors_to_others(make_pool: MakePool) -> None:
     pool = await make_pool()
-    ours = os.getpriority(os.PRIO_PROCESS, 0)
-    theirs = os.getpriority(os.PRIO_PROCESS, _pid(pool))
-    assert theirs == min(ours + NICENESS, 19)
+    assert os.sched_getscheduler(_pid(pool)) == os.SCHED_IDLE
 
 
 @pytest.mark.parametrize(
