@@ -28,8 +28,18 @@ from vllm.multimodal.image import open_image
 from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 
+from frontend.media.short_header import short_header
+
 LAZY_FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP"})
 """Formats whose header states the mode that decoding yields; others are decoded at once."""
+
+_MOST_CHUNKS = 4096
+"""Of a PNG, looked through for metadata behind its pixels."""
+
+_known_headers: dict[bytes, ImageHeader] = {}
+"""Of JPEG and PNG, by what comes before the pixels: Pillow reads no further."""
+_LONGEST_KNOWN, _MOST_KNOWN = 16 << 10, 512
+"""Bytes of a header that is kept, and how many are: 8 MiB at most."""
 
 _ONLY_DECODING_TELLS = frozenset({"info", "palette", "_size"})
 
@@ -67,15 +77,24 @@ def read_header(data: bytes) -> ImageHeader:
         ImageUnreadable: not an image of a format that vLLM accepts, or more pixels than
             VLLM_MAX_IMAGE_PIXELS.
     """
+    key = short_header(data)
     try:
+        if key is not None and (known := _known_headers.get(key)) is not None:
+            _checked(known.size)
+            return known
         with open_image(BytesIO(data)) as image:
             # PNG's own getexif would decode, in search of metadata behind the pixels.
-            return ImageHeader(
+            header = ImageHeader(
                 image.format or "", image.mode, _checked(image.size), _orientation(image)
             )
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError,
             SyntaxError, struct.error) as error:
         raise ImageUnreadable(f"Failed to load image: {error}") from error
+    if key is not None and len(key) <= _LONGEST_KNOWN and header.format in ("JPEG", "PNG"):
+        if len(_known_headers) >= _MOST_KNOWN:
+            _known_headers.clear()
+        _known_headers[key] = header
+    return header
 
 
 def decode(data: bytes, options: ImageOptions) -> Image.Image:
@@ -125,6 +144,11 @@ class LazyImage(Image.Image):
     def is_converted(self) -> bool:
         """Whether decoding converts it, so that ``options`` enter vLLM's hash."""
         return self.options.image_mode not in (None, self.header.mode)
+
+    @property
+    def says_its_size(self) -> bool:
+        """Whether to ask for its size does not decode it."""
+        return self.decoded or _oriented_size(self.data, self.header) is not None
 
     @property
     def decoded(self) -> bool:
@@ -238,12 +262,17 @@ def _oriented_size(data: bytes, header: ImageHeader) -> tuple[int, int] | None:
 
 
 def _has_late_metadata(png: bytes) -> bool:
-    """Whether a PNG has metadata, perhaps an orientation, behind its pixels."""
+    """Whether a PNG has metadata, perhaps an orientation, behind its pixels.
+
+    Of more chunks than any encoder writes only decoding tells.
+    """
     position, pixels_seen = 8, False
-    while position + 8 <= len(png):
+    for _ in range(_MOST_CHUNKS):
+        if position + 8 > len(png):
+            return False
         length, kind = struct.unpack_from(">I4s", png, position)
         if pixels_seen and kind in (b"eXIf", b"iTXt", b"tEXt", b"zTXt"):
             return True
         pixels_seen |= kind == b"IDAT"
         position += length + 12
-    return False
+    return True

@@ -5,23 +5,29 @@ at the point where it has found out what its cache lacks: those items are proces
 the pool, into the cache, and then vLLM starts again and finds them there. Whatever the
 pool does not do, vLLM does then. A request that lacks nothing is not interrupted.
 
-vLLM names relied on: BaseRenderer._process_multimodal_async (called by
+What is left of the processing then takes a millisecond or so. Where that is sure, it is done
+on the event loop: to hand it to vLLM's thread and back would cost about as much again.
+
+vLLM names relied on: BaseRenderer._process_multimodal_async(prompt, mm_data, ...) (called by
 _process_tokens_async), _process_multimodal, _mm_executor, mm_processor;
 BaseMultiModalProcessor._get_cache_missing_items (called by _cached_apply_hf_processor
-before anything is processed); MultiModalDataItems, ModalityDataItems.get_item_for_hash;
-exceptions.VLLMValidationError.
+before anything is processed); multimodal.media.MediaWithBytes; MultiModalDataItems,
+ModalityDataItems.get_item_for_hash; exceptions.VLLMValidationError.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from vllm.multimodal.media import MediaWithBytes
 
 from frontend.arena_cache import ArenaProcessorCache, Held
+from frontend.media.lazy_image import LazyImage
 from frontend.preprocess.encoded_media import encoded_media
 from frontend.preprocess.messages import Work
 from frontend.preprocess.pool import PreprocessPool
@@ -33,6 +39,11 @@ if TYPE_CHECKING:
     from vllm.renderers.base import BaseRenderer
 
 T = TypeVar("T")
+
+LIGHT_BYTES = 1 << 20
+"""Of a request's encoded images: they are hashed in half a millisecond or so."""
+LIGHT_TOKENS = 2048
+"""Of its prompt without them; it is searched for their places."""
 
 
 class _Lacking(Exception):
@@ -52,9 +63,10 @@ def preprocess_beside(
     processor = renderer.mm_processor
     if processor is None:
         return
-    process_as_vllm = renderer._process_multimodal_async
     find_missing = processor._get_cache_missing_items
     first_look = threading.local()
+    processing = threading.Lock()
+    """vLLM processes one request at a time; its processors count on it."""
 
     def find_missing_or_interrupt(
         cache: BaseMultiModalProcessorCache,
@@ -82,6 +94,14 @@ def preprocess_beside(
         if lacking:
             raise _Lacking(lacking, held)
 
+    async def in_thread(work: Callable[[], T]) -> T:
+        def work_alone() -> T:
+            with processing:
+                return work()
+
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(renderer._mm_executor, work_alone)
+
     def process_first(options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         first_look.options = options
         try:
@@ -90,25 +110,61 @@ def preprocess_beside(
             first_look.options = None
 
     async def process(*args: Any, **kwargs: Any) -> Any:
+        in_full = partial(renderer._process_multimodal, *args, **kwargs)
         options = _plain(kwargs.get("mm_processor_kwargs"))
         if options is None:
-            return await process_as_vllm(*args, **kwargs)
-        loop = asyncio.get_running_loop()
+            return await in_thread(in_full)
+        first = partial(process_first, options, *args, **kwargs)
+        light = _is_light(*args, **kwargs)
         try:
-            return await loop.run_in_executor(
-                renderer._mm_executor, lambda: process_first(options, *args, **kwargs)
-            )
+            if light and processing.acquire(blocking=False):
+                try:
+                    return first()
+                finally:
+                    processing.release()
+            return await in_thread(first)
         except _Lacking as found:
             lacking, held = found.lacking, found.held
         processed = await _all(pool.process(*each) for each in lacking.items())
         try:
-            return await process_as_vllm(*args, **kwargs)
+            if light and all(processed) and processing.acquire(blocking=False):
+                try:
+                    return in_full()
+                finally:
+                    processing.release()
+            return await in_thread(in_full)
         finally:
             # Until here what the pool has made stays where it is.
             del held, processed
 
     processor._get_cache_missing_items = find_missing_or_interrupt  # type: ignore[method-assign]
     renderer._process_multimodal_async = process
+
+
+def _is_light(
+    prompt: Sequence[int],
+    mm_data: Mapping[str, Any],
+    *,
+    mm_processor_kwargs: Any = None,
+    skip_mm_cache: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether vLLM takes little time for a request, once its items are in the cache.
+
+    So it is for a few images that were not decoded, without options of the processor.
+    """
+    images = mm_data.get("image")
+    if len(mm_data) != 1 or not isinstance(images, list) or mm_processor_kwargs:
+        return False
+    if skip_mm_cache or len(prompt) > LIGHT_TOKENS:
+        return False
+    nbytes = 0
+    for image in images:
+        media = image.media if type(image) is MediaWithBytes else None
+        if not isinstance(media, LazyImage) or not media.says_its_size:
+            return False  # perhaps it would be decoded here
+        nbytes += len(media.data)
+    return nbytes <= LIGHT_BYTES
 
 
 def _plain(options: Any) -> dict[str, Any] | None:

@@ -35,6 +35,8 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
+from frontend.router.hashed_chunks import HashedChunks
+
 logger = logging.getLogger(__name__)
 
 BlockHasher = Callable[[Request], list[Any]]
@@ -69,7 +71,8 @@ def block_hasher(block_size: int, algorithm: str) -> BlockHasher:
         return theirs
     ours = CborBlockHasher(block_size, DIGESTS[algorithm], theirs)
     for request in _samples(block_size):
-        if ours(request) != theirs(request):
+        expected = theirs(request)
+        if ours(request) != expected or ours(request) != expected:  # computed, and kept
             logger.warning("blocks are hashed by vLLM's own function: it has changed")
             return theirs
     return ours
@@ -85,6 +88,7 @@ class CborBlockHasher:
         self._block_size = block_size
         self._digest = digest
         self._vllm_hasher = vllm_hasher
+        self._chunks = HashedChunks(block_size)
         root = kv_cache_utils.NONE_HASH
         # The heads of a block, of its first member and of its second. Zeros and None are
         # one byte each.
@@ -99,26 +103,31 @@ class CborBlockHasher:
         num_blocks = request.num_tokens // size
         if not num_blocks:
             return []
-        tokens = request.all_token_ids[: num_blocks * size]
+        root = kv_cache_utils.NONE_HASH
         try:
+            hashes = self._chunks.known_of(request, root)
+            known = len(hashes)
+            if known == num_blocks:
+                return hashes
+            tokens = request.all_token_ids[known * size : num_blocks * size]
             ends = _ends_of_blocks(tokens, size)
         except (OverflowError, TypeError):  # no token ids, as far as is known here
             return self._vllm_hasher(request)
         # Behind the head of the list.
         serialized = _dumps(tokens)[-ends[-1] :]
-        extras = self._extra_keys(request, num_blocks)
+        extras = self._extra_keys(request, known, num_blocks)
         digest, before_parent = self._digest, self._before_parent
         before_tokens = self._before_tokens
-        parent: bytes = kv_cache_utils.NONE_HASH
-        hashes = []
+        parent: bytes = hashes[-1] if hashes else root
         for (start, end), extra in zip(pairwise(ends), extras, strict=True):
             members = (before_parent, parent, before_tokens, serialized[start:end], extra)
             parent = digest(b"".join(members)).digest()
             hashes.append(parent)
+        self._chunks.keep(request, root, hashes, known)
         return hashes
 
-    def _extra_keys(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Serialize the extra keys of each block.
+    def _extra_keys(self, request: Request, first: int, num_blocks: int) -> list[bytes]:
+        """Serialize the extra keys of each block from ``first`` on.
 
         Blocks in no image have the same ones, but for the first, which has the salt.
         """
@@ -138,7 +147,7 @@ class CborBlockHasher:
         images: dict[tuple[str, str], bytes] = {}
         item = 0
         begin, end, head = 0, 0, b""  # of the image that vLLM's function would look at next
-        for block in sorted(own):
+        for block in sorted(own - set(range(first))):
             start = block * size
             if begin <= start and start + size < end:
                 extras[block] = head + _integer(begin - start)
@@ -148,7 +157,7 @@ class CborBlockHasher:
             )
             extras[block] = _serialized(keys, images)
             begin, end, head = _alone_in_blocks(request, item, images)
-        return extras
+        return extras[first:]
 
 
 def _dumps(value: Any) -> bytes:

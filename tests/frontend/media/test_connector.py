@@ -18,7 +18,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 
 from frontend.admission import Admission, AdmissionLimits, FleetLoad
 from frontend.large_bodies import LARGE_BYTES, LargeBodies
-from frontend.media.connector import CONNECTOR, LazyMediaConnector
+from frontend.media.connector import AT_ONCE, CONNECTOR, LazyImageIO, LazyMediaConnector
 from frontend.media.remote_media import RemoteMedia
 from frontend.media.url_cache import UrlCache
 from frontend.media.url_policy import MediaUnavailable, UrlPolicy
@@ -289,3 +289,29 @@ async def test_others_have_their_turn_while_threads_decode_sounds_and_videos() -
         finally:
             slow.go_on.set()
         assert await within(loading) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("data", "here"),
+    [
+        (picture(1, "JPEG"), True),
+        (picture(1, "PNG"), True),
+        (picture(1, "GIF"), False),  # decoded at once
+        (picture(1, "WEBP"), False),
+        (picture(1, "JPEG") + bytes(AT_ONCE), False),
+    ],
+    ids=["JPEG", "PNG", "GIF", "WEBP", "large"],
+)
+async def test_only_what_takes_no_time_is_read_on_the_event_loop(
+    app: App, data: bytes, here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    load_bytes = LazyImageIO.load_bytes
+
+    def noting(media_io: LazyImageIO, data: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return load_bytes(media_io, data)
+
+    monkeypatch.setattr(LazyImageIO, "load_bytes", noting)
+    await app.rendered(in_place(data))
+    assert [thread is threading.main_thread() for thread in threads] == [here]

@@ -264,3 +264,36 @@ def test_a_mode_that_does_not_exist_is_refused() -> None:
     media = load_lazily(jpeg(), ImageOptions("FOO"))
     with pytest.raises(ImageUnreadable):
         media.media.load()
+
+
+def test_a_header_that_is_known_is_not_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (picture_of(seed) for seed in (1, 2))
+    header = read_header(first)
+
+    def refuse(_: object) -> None:
+        raise AssertionError("it is opened")
+
+    monkeypatch.setattr(lazy_image, "open_image", refuse)
+    assert read_header(second) == header
+    monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", str(8 * 6 - 1))
+    with pytest.raises(ImageUnreadable, match="exceed"):
+        read_header(second)
+
+
+def test_headers_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_image, "_MOST_KNOWN", 3)
+    for width in range(1, 20):
+        read_header(picture_of(1, width))
+    assert len(lazy_image._known_headers) <= 3
+    large = io.BytesIO()
+    Image.new("RGB", (3, 2)).save(large, "JPEG", icc_profile=bytes(20_000))
+    read_header(large.getvalue())
+    assert all(len(key) < 20_000 for key in lazy_image._known_headers)
+
+
+def picture_of(seed: int, width: int = 8) -> bytes:
+    """A JPEG; the pixels are others for each seed, the header is not."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (6, width, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "JPEG")
+    return out.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -11,24 +12,33 @@ from typing import Any
 import pytest
 from PIL import Image
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.parse import ImageProcessorItems
 
+from frontend.media.lazy_image import ImageOptions, load_lazily
 from frontend.preprocess.messages import Media, Work
-from frontend.preprocess.renderer_seam import preprocess_beside
-from tests.fakes import within
+from frontend.preprocess.renderer_seam import LIGHT_BYTES, LIGHT_TOKENS, preprocess_beside
+from tests.fakes import PATIENCE, within
+from tests.frontend.media.test_lazy_image import exif_with, with_late_chunk
 
 pytestmark = pytest.mark.anyio
 
 
-def encoded(mode: str = "RGB", size: tuple[int, int] = (8, 6)) -> bytes:
+def encoded(mode: str = "RGB", size: tuple[int, int] = (8, 6), **extra: Any) -> bytes:
     buffer = io.BytesIO()
-    Image.new(mode, size).save(buffer, "PNG")
+    Image.new(mode, size).save(buffer, "PNG", **extra)
     return buffer.getvalue()
 
 
 PNG, TRANSPARENT = encoded(), encoded("RGBA")
 IMAGE = ImageMediaIO().load_bytes(PNG)
+TURNED = encoded(exif=exif_with(6))
+LATE = with_late_chunk(PNG, b"tEXt", b"Comment\0late")
+
+
+def lazy(data: bytes) -> MediaWithBytes[Image.Image]:
+    return load_lazily(data, ImageOptions())
 
 
 class FakeCache:
@@ -56,6 +66,12 @@ class FakePool:
         return object() if self.does else None
 
 
+class Images(list[Any]):
+    """Images with the hashes that they are to have."""
+
+    hashes: list[str]
+
+
 class FakeRenderer:
     """As much of vLLM's renderer and processor as the seam touches."""
 
@@ -63,19 +79,28 @@ class FakeRenderer:
         self._cache = cache
         self._mm_executor = ThreadPoolExecutor(1)
         self.mm_processor: Any = SimpleNamespace(_get_cache_missing_items=self._find)
-        self.passes = 0
+        self.threads: list[threading.Thread] = []
+        """Of each pass."""
         self.processed: list[str] = []
+
+    @property
+    def passes(self) -> int:
+        return len(self.threads)
 
     def _find(self, cache: Any, mm_data_items: Any, mm_hashes: Any) -> list[str]:
         return [h for h in mm_hashes["image"] if h not in self._cache.known]
 
-    def _process_multimodal(self, images: dict[str, Any], **kwargs: Any) -> list[str]:
-        self.passes += 1
-        items = {"image": ImageProcessorItems(list(images.values()))}
+    def _process_multimodal(
+        self, prompt: list[int], mm_data: dict[str, Images], **kwargs: Any
+    ) -> list[str]:
+        self.threads.append(threading.current_thread())
+        images = mm_data["image"]
         self.processed = self.mm_processor._get_cache_missing_items(
-            cache=self._cache, mm_data_items=items, mm_hashes={"image": list(images)}
+            cache=self._cache,
+            mm_data_items={"image": ImageProcessorItems(images)},
+            mm_hashes={"image": images.hashes},
         )
-        return list(images)
+        return images.hashes
 
     async def _process_multimodal_async(self, *args: Any, **kwargs: Any) -> list[str]:
         loop = asyncio.get_running_loop()
@@ -91,9 +116,18 @@ class Seam:
         self.pool = FakePool(self.cache)
         preprocess_beside(self.renderer, self.pool, self.cache)  # type: ignore[arg-type]
 
-    async def request(self, options: Any = None, **images: Any) -> Any:
+    async def request(
+        self, options: Any = None, tokens: int = 9, skip: bool = False, **images: Any
+    ) -> Any:
+        named = Images(images.values())
+        named.hashes = list(images)
         return await within(
-            self.renderer._process_multimodal_async(images, mm_processor_kwargs=options)
+            self.renderer._process_multimodal_async(
+                [1] * tokens,
+                {"image": named},
+                mm_processor_kwargs=options,
+                skip_mm_cache=skip,
+            )
         )
 
 
@@ -146,6 +180,74 @@ async def test_what_the_pool_refuses_the_request_is_refused_for() -> None:
     with pytest.raises(VLLMValidationError, match="no image"):
         await seam.request(a=IMAGE, b=IMAGE)
     assert seam.renderer.passes == 1
+
+
+HERE = threading.main_thread()
+
+
+async def test_what_takes_no_time_takes_no_thread() -> None:
+    seam = Seam("a")
+    await seam.request(a=lazy(PNG))
+    assert seam.renderer.threads == [HERE]
+
+
+async def test_what_lacked_something_takes_none_either() -> None:
+    seam = Seam("b")
+    await seam.request(a=lazy(PNG), b=lazy(PNG))
+    assert seam.renderer.threads == [HERE, HERE]
+
+
+async def test_what_the_pool_leaves_is_processed_in_a_thread() -> None:
+    seam = Seam()
+    seam.pool.does = False
+    await seam.request(a=lazy(PNG), b=lazy(PNG))
+    first, second = seam.renderer.threads
+    assert first is HERE
+    assert second is not HERE
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda seam: seam.request(a=IMAGE),
+        lambda seam: seam.request(a=lazy(PNG), b=IMAGE.media),
+        lambda seam: seam.request(a=lazy(TURNED)),
+        lambda seam: seam.request(a=lazy(LATE)),
+        lambda seam: seam.request(a=lazy(PNG + bytes(LIGHT_BYTES))),
+        lambda seam: seam.request({"size": 3}, a=lazy(PNG)),
+        lambda seam: seam.request(tokens=LIGHT_TOKENS + 1, a=lazy(PNG)),
+        lambda seam: seam.request(skip=True, a=lazy(PNG)),
+    ],
+    ids=["decoded", "embedded", "turned", "late metadata", "large", "options", "long",
+         "uncached"],
+)
+async def test_what_may_take_time_is_left_to_a_thread(request_of: Any) -> None:
+    seam = Seam("a", "b")
+    await request_of(seam)
+    assert HERE not in seam.renderer.threads
+    assert seam.renderer.passes == 1
+
+
+async def test_two_requests_are_never_processed_at_once() -> None:
+    seam = Seam("a", "b")
+    begun, go_on = threading.Event(), threading.Event()
+    process = seam.renderer._process_multimodal
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE)
+        return process(*args, **kwargs)
+
+    seam.renderer._process_multimodal = slowly
+    slow = asyncio.create_task(seam.request(a=IMAGE))
+    assert await asyncio.to_thread(begun.wait, PATIENCE)
+    light = asyncio.create_task(seam.request(b=lazy(PNG)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not light.done()
+    go_on.set()
+    assert (await slow, await light) == (["a"], ["b"])
+    assert HERE not in seam.renderer.threads
 
 
 async def test_a_text_model_has_nothing_to_interrupt() -> None:
