@@ -1,16 +1,18 @@
 """Short prompts are rendered and tokenized in one go, without giving up the event loop.
 
 vLLM has both done by a thread, and makes a task of each step. For a short chat a step takes
-a fraction of a millisecond, but twice the thread must get hold of Python's interpreter
-lock, and a dozen times the request waits for its next turn of the event loop: while others
-push pictures, that was most of what a chat of text only waited for. Where a request may
-bring a chat template of its own, rendering stays in a thread: it could take for ever.
+a millisecond or less, but twice the thread must get hold of Python's interpreter lock, and a
+dozen times the request waits for its next turn of the event loop: while others push
+pictures, that was most of what a chat of text only waited for. A chat template that a
+request brings along is rendered in a thread: it could take for ever. So is whatever has
+numbers for the template, or wants it tokenized there: both can make much of little.
 
-vLLM names relied on: BaseRenderer._tokenize_prompt(prompt, params) with the text under
-"prompt", and _tokenize_prompt_async; HfRenderer._apply_chat_template_async(model_config,
-tokenizer, conversation, **kwargs) around renderers.hf.safe_apply_chat_template, awaited by
-_render_with_timeout; asyncio as renderers.base knows it, whose gather awaits the prompts of
-a request. A tokenizer is made safe to call from one thread more than renderers have.
+vLLM names relied on: HfRenderer, whose tokenizer may be called from several threads;
+BaseRenderer._tokenize_prompt(prompt, params) with the text under "prompt", and
+_tokenize_prompt_async; _apply_chat_template_async(model_config, tokenizer, conversation,
+**kwargs) around renderers.hf.safe_apply_chat_template, awaited by _render_with_timeout, with
+what the request says of the template in its keyword arguments; asyncio as renderers.base
+knows it, whose gather awaits the prompts of a request.
 """
 
 from __future__ import annotations
@@ -21,37 +23,35 @@ from typing import Any
 
 from vllm.renderers import base, hf
 
-SHORT = 4096
-"""Characters. Fast tokenizers take about a millisecond for so many."""
+from frontend.loop_turn import turn
+
+SHORT = 2048
+"""Characters. Fast tokenizers take a millisecond or two for so many."""
 
 
-def stay_on_the_loop(renderer: Any, *, own_templates: bool) -> None:
+def stay_on_the_loop(renderer: Any, template: str | None) -> None:
     """From now on let ``renderer`` do what is short at once.
 
-    ``own_templates``: requests may bring their chat template.
+    ``template``: the server's chat template; None for the model's own.
     """
-    if not getattr(renderer.tokenizer, "is_fast", False):
+    if not isinstance(renderer, hf.HfRenderer) or not getattr(
+        renderer.tokenizer, "is_fast", False
+    ):
         return
     tokenize: Callable[..., Any] = renderer._tokenize_prompt
     tokenize_in_thread: Callable[..., Awaitable[Any]] = renderer._tokenize_prompt_async
-
-    def tokenize_where_fit(prompt: Mapping[str, Any], params: Any) -> Awaitable[Any]:
-        if len(prompt["prompt"]) > SHORT:
-            return tokenize_in_thread(prompt, params)
-        return _at_once(tokenize, prompt, params)
-
-    renderer._tokenize_prompt_async = tokenize_where_fit
-    base.__dict__["asyncio"] = _Asyncio()
-    if own_templates or not isinstance(renderer, hf.HfRenderer):
-        return
     render_in_thread: Callable[..., Awaitable[Any]] = renderer._apply_chat_template_async
     wait_in_time: Callable[..., Awaitable[Any]] = renderer._render_with_timeout
+
+    def tokenize_where_fit(prompt: Mapping[str, Any], params: Any) -> Awaitable[Any]:
+        if len(prompt["prompt"]) > SHORT or not turn.has_time():
+            return tokenize_in_thread(prompt, params)
+        return _at_once(tokenize, prompt, params)
 
     def render_where_fit(
         model_config: Any, tokenizer: Any, conversation: Any, **kwargs: Any
     ) -> Awaitable[Any]:
-        sent = kwargs.keys() - {"chat_template"}  # the server's own, however long
-        if not is_short((conversation, [kwargs[name] for name in sent])):
+        if not _is_quick(conversation, template, **kwargs) or not turn.has_time():
             return render_in_thread(model_config, tokenizer, conversation, **kwargs)
         render = hf.safe_apply_chat_template
         return _at_once(render, model_config, tokenizer, conversation, **kwargs)
@@ -61,8 +61,26 @@ def stay_on_the_loop(renderer: Any, *, own_templates: bool) -> None:
             return rendering.result()
         return await wait_in_time(rendering)
 
+    base.__dict__["asyncio"] = _Asyncio()
+    renderer._tokenize_prompt_async = tokenize_where_fit
     renderer._apply_chat_template_async = render_where_fit
     renderer._render_with_timeout = wait  # type: ignore[method-assign]
+
+
+def _is_quick(
+    conversation: Any,
+    servers: str | None,
+    *,
+    chat_template: str | None = None,
+    tokenize: bool = True,
+    **kwargs: Any,
+) -> bool:
+    """Whether the template, if it is the server's, takes little time."""
+    if chat_template not in (None, servers) or tokenize:
+        return False
+    if any(type(value) in (int, float) for value in kwargs.values()):
+        return False  # how often to do something, perhaps
+    return is_short((conversation, list(kwargs.values())))
 
 
 def is_short(value: Any, limit: int = SHORT) -> bool:
@@ -85,7 +103,8 @@ def is_short(value: Any, limit: int = SHORT) -> bool:
 def _at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Any]:
     future = asyncio.get_running_loop().create_future()
     try:
-        future.set_result(function(*args, **kwargs))
+        with turn.spending():
+            future.set_result(function(*args, **kwargs))
     except Exception as error:  # raised where the future is awaited
         future.set_exception(error)
     return future

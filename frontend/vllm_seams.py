@@ -14,7 +14,8 @@ BaseRenderer._process_mm_uuids, start_mm_warmup_in_background, mm_processor and 
 info.parse_mm_data; BaseMultiModalProcessor.apply (called by
 BaseRenderer._process_multimodal); BaseRenderer._tokenize_prompt, _tokenize_prompt_async,
 _wants_offsets, _build_tokens_prompt, _executor; TokenizeParams.get_encode_kwargs;
-async_utils.make_async; exceptions.VLLMValidationError; AsyncLLM.check_health, _add_request;
+async_utils.make_async; renderers.chat_utils.load_chat_template;
+exceptions.VLLMValidationError; AsyncLLM.check_health, _add_request;
 OutputProcessor.request_states, abort_requests; RequestState.queue (put, request_id: of an
 exception, generate() raises it);
 InputProcessor.mm_encoder_cache_size; AsyncEngineArgs.create_model_config.
@@ -35,7 +36,7 @@ from vllm.entrypoints.launchers.api_server import entry
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.cache import BaseMultiModalProcessorCache
 from vllm.renderers import base as renderers_base
-from vllm.renderers.chat_utils import BaseMultiModalItemTracker
+from vllm.renderers.chat_utils import BaseMultiModalItemTracker, load_chat_template
 from vllm.tasks import SupportedTask
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.async_utils import make_async
@@ -195,7 +196,7 @@ def make_llm(
     _name_what_is_wrong(llm.renderer, image_token_of(config.model_config.hf_config))
     _check_embeddings(llm.renderer, limits_of(config.model_config))
     _reuse_tokenization(llm.renderer)
-    stay_on_the_loop(llm.renderer, own_templates=args.trust_request_chat_template)
+    stay_on_the_loop(llm.renderer, load_chat_template(args.chat_template))
     if llm.renderer.mm_processor is not None:
         ask_nothing_about_no_items(llm.renderer.mm_processor)
     return llm

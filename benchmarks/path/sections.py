@@ -15,6 +15,7 @@ PROMISED: dict[str, list[tuple[str, str, str | None]]] = {
         (copies.PLAIN_NAME, copies.UNIT, None),
         *((handover.name_of(mib), "ratio", handover.GOALS.get(mib)) for mib in handover.SIZES),
         *((handover.read_name_of(mib), "ratio", None) for mib in handover.SIZES),
+        *((handover.floor_name_of(mib), "ratio", None) for mib in handover.SIZES),
     ],
     "fleet": [(name, "ratio", goal) for name, goal in fleet.GOALS.items()],
 }

@@ -31,6 +31,7 @@ from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.media.video import VideoMediaIO
 
 from frontend.admission import let_others_begin
+from frontend.loop_turn import turn
 from frontend.media.lazy_image import ImageOptions, load_lazily
 from frontend.media.remote_media import RemoteMedia
 from frontend.media.short_header import short_header
@@ -132,10 +133,12 @@ class LazyMediaConnector(MediaConnector):
         if _is_here(url):
             if not isinstance(media_io, LazyImageIO):
                 let_others_begin()  # as many are decoded at a time as vLLM has threads
-            elif url[0] in "dD" and len(url) <= AT_ONCE:
-                data = _bytes_of(url)
-                if short_header(data) is not None:
-                    return cast(M, media_io.load_bytes(data))
+            elif url[0] in "dD" and len(url) <= AT_ONCE and turn.has_time():
+                with turn.spending():
+                    data = _bytes_of(url)
+                if turn.has_time() and short_header(data) is not None:
+                    with turn.spending():
+                        return cast(M, media_io.load_bytes(data))
                 return cast(M, await _in_thread(media_io.load_bytes, data))
             return await super().load_from_url_async(
                 url, media_io, fetch_timeout=fetch_timeout

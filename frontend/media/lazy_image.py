@@ -17,6 +17,7 @@ envs.VLLM_MAX_IMAGE_PIXELS.
 from __future__ import annotations
 
 import struct
+from functools import cached_property
 from io import BytesIO
 from typing import Any
 
@@ -34,12 +35,13 @@ LAZY_FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP"})
 """Formats whose header states the mode that decoding yields; others are decoded at once."""
 
 _MOST_CHUNKS = 4096
-"""Of a PNG, looked through for metadata behind its pixels."""
+"""Of a PNG, looked through for metadata behind its pixels: encoders write one for 8 KiB or
+more."""
 
 _known_headers: dict[bytes, ImageHeader] = {}
 """Of JPEG and PNG, by what comes before the pixels: Pillow reads no further."""
-_LONGEST_KNOWN, _MOST_KNOWN = 16 << 10, 512
-"""Bytes of a header that is kept, and how many are: 8 MiB at most."""
+_MOST_KNOWN = 1024
+"""Of up to 8 KiB each."""
 
 _ONLY_DECODING_TELLS = frozenset({"info", "palette", "_size"})
 
@@ -90,7 +92,7 @@ def read_header(data: bytes) -> ImageHeader:
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError,
             SyntaxError, struct.error) as error:
         raise ImageUnreadable(f"Failed to load image: {error}") from error
-    if key is not None and len(key) <= _LONGEST_KNOWN and header.format in ("JPEG", "PNG"):
+    if key is not None and header.format in ("JPEG", "PNG"):
         if len(_known_headers) >= _MOST_KNOWN:
             _known_headers.clear()
         _known_headers[key] = header
@@ -148,7 +150,11 @@ class LazyImage(Image.Image):
     @property
     def says_its_size(self) -> bool:
         """Whether to ask for its size does not decode it."""
-        return self.decoded or _oriented_size(self.data, self.header) is not None
+        return self.decoded or self._stated_size is not None
+
+    @cached_property
+    def _stated_size(self) -> tuple[int, int] | None:
+        return _oriented_size(self.data, self.header)
 
     @property
     def decoded(self) -> bool:
@@ -211,8 +217,8 @@ class LazyImage(Image.Image):
     def __getattr__(self, name: str) -> Any:
         if name not in _ONLY_DECODING_TELLS or "header" not in self.__dict__:
             raise AttributeError(name)
-        if name == "_size" and (size := _oriented_size(self.data, self.header)) is not None:
-            return size
+        if name == "_size" and self._stated_size is not None:
+            return self._stated_size
         self.load()
         return self.__dict__[name]
 
@@ -264,7 +270,7 @@ def _oriented_size(data: bytes, header: ImageHeader) -> tuple[int, int] | None:
 def _has_late_metadata(png: bytes) -> bool:
     """Whether a PNG has metadata, perhaps an orientation, behind its pixels.
 
-    Of more chunks than any encoder writes only decoding tells.
+    Of more chunks than are looked at only decoding tells.
     """
     position, pixels_seen = 8, False
     for _ in range(_MOST_CHUNKS):

@@ -37,8 +37,9 @@ from transfer.leases import Lease, Reservation
 
 TEMPLATE = (sys.executable, "-m", "frontend.preprocess.template")
 ANSWER_BYTES = 1 << 16
-FORK_SECONDS = 10.0
-"""How long a template may take to fork; it takes milliseconds."""
+FORK_SECONDS = 30.0
+"""How long a template may take to fork. It takes milliseconds, but has to wait for a
+processor that nobody else wants."""
 END_SECONDS = 10.0
 """How long a killed process is waited for."""
 

@@ -5,14 +5,18 @@ at the point where it has found out what its cache lacks: those items are proces
 the pool, into the cache, and then vLLM starts again and finds them there. Whatever the
 pool does not do, vLLM does then. A request that lacks nothing is not interrupted.
 
-What is left of the processing then takes a millisecond or so. Where that is sure, it is done
-on the event loop: to hand it to vLLM's thread and back would cost about as much again.
+What is left of the processing then takes a millisecond or so, if the images are few and
+small. Then it is tried on the event loop: to hand it to vLLM's thread and back would cost
+about as much again. It is left to the thread after all where vLLM turns to the model's
+processor: some models never ask the cache.
 
 vLLM names relied on: BaseRenderer._process_multimodal_async(prompt, mm_data, ...) (called by
 _process_tokens_async), _process_multimodal, _mm_executor, mm_processor;
 BaseMultiModalProcessor._get_cache_missing_items (called by _cached_apply_hf_processor
-before anything is processed); multimodal.media.MediaWithBytes; MultiModalDataItems,
-ModalityDataItems.get_item_for_hash; exceptions.VLLMValidationError.
+before anything is processed) and _apply_hf_processor_main(mm_items, hf_kwargs) (called for
+whatever is processed); multimodal.media.MediaWithBytes; MultiModalDataItems.get_all_counts,
+ModalityDataItems.get_item_for_hash; exceptions.VLLMValidationError;
+BaseRenderer.clear_mm_cache and _clear_mm_cache_async.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import msgspec
 from vllm.multimodal.media import MediaWithBytes
 
 from frontend.arena_cache import ArenaProcessorCache, Held
+from frontend.loop_turn import turn
 from frontend.media.lazy_image import LazyImage
 from frontend.preprocess.encoded_media import encoded_media
 from frontend.preprocess.messages import Work
@@ -40,10 +45,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LIGHT_IMAGES = 4
 LIGHT_BYTES = 1 << 20
 """Of a request's encoded images: they are hashed in half a millisecond or so."""
 LIGHT_TOKENS = 2048
 """Of its prompt without them; it is searched for their places."""
+
+
+class _Heavy(Exception):
+    """Interrupts vLLM: it was about to run the model's processor on the event loop."""
+
 
 
 class _Lacking(Exception):
@@ -64,7 +75,9 @@ def preprocess_beside(
     if processor is None:
         return
     find_missing = processor._get_cache_missing_items
-    first_look = threading.local()
+    process_items = processor._apply_hf_processor_main
+    here = threading.local()
+    """What a thread is about: options, while it has its first look; is_loop."""
     processing = threading.Lock()
     """vLLM processes one request at a time; its processors count on it."""
 
@@ -73,7 +86,7 @@ def preprocess_beside(
         mm_data_items: MultiModalDataItems,
         mm_hashes: MultiModalHashes,
     ) -> Any:
-        options = getattr(first_look, "options", None)
+        options = getattr(here, "options", None)
         if options is not None:
             _interrupt_if_lacking(mm_data_items, mm_hashes, options)
         return find_missing(cache=cache, mm_data_items=mm_data_items, mm_hashes=mm_hashes)
@@ -94,6 +107,13 @@ def preprocess_beside(
         if lacking:
             raise _Lacking(lacking, held)
 
+    def process_unless_on_the_loop(
+        mm_items: MultiModalDataItems, *args: Any, **kwargs: Any
+    ) -> Any:
+        if getattr(here, "is_loop", False) and any(mm_items.get_all_counts().values()):
+            raise _Heavy
+        return process_items(mm_items, *args, **kwargs)
+
     async def in_thread(work: Callable[[], T]) -> T:
         def work_alone() -> T:
             with processing:
@@ -102,41 +122,48 @@ def preprocess_beside(
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(renderer._mm_executor, work_alone)
 
+    async def where_fit(work: Callable[[], T], light: bool) -> T:
+        if light and turn.has_time() and processing.acquire(blocking=False):
+            here.is_loop = True
+            try:
+                with turn.spending():
+                    return work()
+            except _Heavy:
+                pass
+            finally:
+                here.is_loop = False
+                processing.release()
+        return await in_thread(work)
+
     def process_first(options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        first_look.options = options
+        here.options = options
         try:
             return renderer._process_multimodal(*args, **kwargs)
         finally:
-            first_look.options = None
+            here.options = None
 
     async def process(*args: Any, **kwargs: Any) -> Any:
         in_full = partial(renderer._process_multimodal, *args, **kwargs)
         options = _plain(kwargs.get("mm_processor_kwargs"))
         if options is None:
             return await in_thread(in_full)
-        first = partial(process_first, options, *args, **kwargs)
         light = _is_light(*args, **kwargs)
         try:
-            if light and processing.acquire(blocking=False):
-                try:
-                    return first()
-                finally:
-                    processing.release()
-            return await in_thread(first)
+            return await where_fit(partial(process_first, options, *args, **kwargs), light)
         except _Lacking as found:
             lacking, held = found.lacking, found.held
         processed = await _all(pool.process(*each) for each in lacking.items())
         try:
-            if light and all(processed) and processing.acquire(blocking=False):
-                try:
-                    return in_full()
-                finally:
-                    processing.release()
-            return await in_thread(in_full)
+            return await where_fit(in_full, light)
         finally:
             # Until here what the pool has made stays where it is.
             del held, processed
 
+    async def clear_cache() -> None:
+        await in_thread(renderer.clear_mm_cache)
+
+    renderer._clear_mm_cache_async = clear_cache
+    processor._apply_hf_processor_main = process_unless_on_the_loop  # type: ignore[method-assign]
     processor._get_cache_missing_items = find_missing_or_interrupt  # type: ignore[method-assign]
     renderer._process_multimodal_async = process
 
@@ -158,13 +185,13 @@ def _is_light(
         return False
     if skip_mm_cache or len(prompt) > LIGHT_TOKENS:
         return False
-    nbytes = 0
-    for image in images:
-        media = image.media if type(image) is MediaWithBytes else None
-        if not isinstance(media, LazyImage) or not media.says_its_size:
-            return False  # perhaps it would be decoded here
-        nbytes += len(media.data)
-    return nbytes <= LIGHT_BYTES
+    if len(images) > LIGHT_IMAGES:
+        return False
+    media = [image.media for image in images if type(image) is MediaWithBytes]
+    pictures = [picture for picture in media if isinstance(picture, LazyImage)]
+    if len(pictures) < len(images) or sum(len(p.data) for p in pictures) > LIGHT_BYTES:
+        return False
+    return all(picture.says_its_size for picture in pictures)  # else it would be decoded
 
 
 def _plain(options: Any) -> dict[str, Any] | None:

@@ -5,31 +5,33 @@ time. A block's hash follows from the hash before it, its token ids and its extr
 those of several blocks in a row follow from the hash before the first, all token ids, and
 what makes extra keys: the items in them, the adapter, and the salt.
 
-vLLM names relied on: v1.request.Request (all_token_ids, lora_request, mm_features,
-cache_salt); what v1.core.kv_cache_utils.generate_block_hash_extra_keys makes keys of.
+vLLM names relied on: v1.request.Request (all_token_ids, mm_features, cache_salt); what
+v1.core.kv_cache_utils.generate_block_hash_extra_keys makes keys of, for adapters
+_gen_lora_extra_hash_keys.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Hashable, Sequence
 
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 CHUNK_BLOCKS = 8
-MOST_CHUNKS = 8192
-"""With blocks of 32 tokens 2 million tokens, in some 15 MB."""
+MOST_TOKENS = 1 << 21
+"""Of all chunks: 8 MB, and as much again for hashes of blocks of 32 tokens."""
 
 
 class HashedChunks:
     """Keeps the hashes of the chunks used last. For one thread."""
 
-    def __init__(self, block_size: int, most: int = MOST_CHUNKS) -> None:
+    def __init__(self, block_size: int, most_tokens: int = MOST_TOKENS) -> None:
         """``block_size`` is in tokens."""
         self._size = block_size * CHUNK_BLOCKS
-        self._most = most
+        self._most = max(1, most_tokens // self._size)
         self._known: OrderedDict[Hashable, Sequence[bytes]] = OrderedDict()
 
     def known_of(self, request: Request, root: bytes) -> list[bytes]:
@@ -38,10 +40,11 @@ class HashedChunks:
         ``root`` is what the first block's hash follows from.
         """
         hashes: list[bytes] = []
-        if not _in_order(request):
+        prompt = _Prompt(request)
+        if not prompt.in_order:
             return hashes
         for start in range(0, request.num_tokens - self._size + 1, self._size):
-            key = self._key(request, start, hashes[-1] if hashes else root)
+            key = prompt.key(start, start + self._size, hashes[-1] if hashes else root)
             chunk = self._known.get(key)
             if chunk is None:
                 break
@@ -51,34 +54,44 @@ class HashedChunks:
 
     def keep(self, request: Request, root: bytes, hashes: Sequence[bytes], known: int) -> None:
         """Remember a prompt's ``hashes``, of which the first ``known`` were known."""
-        if not _in_order(request):
+        prompt = _Prompt(request)
+        if not prompt.in_order:
             return
         for begin in range(known, len(hashes) - CHUNK_BLOCKS + 1, CHUNK_BLOCKS):
             start = begin // CHUNK_BLOCKS * self._size
-            key = self._key(request, start, hashes[begin - 1] if begin else root)
+            parent = hashes[begin - 1] if begin else root
+            key = prompt.key(start, start + self._size, parent)
             self._known[key] = tuple(hashes[begin : begin + CHUNK_BLOCKS])
         while len(self._known) > self._most:
             self._known.popitem(last=False)
 
-    def _key(self, request: Request, start: int, parent: bytes) -> Hashable:
-        end = start + self._size
-        adapter = request.lora_request.lora_name if request.lora_request else None
-        tokens = array("I", request.all_token_ids[start:end]).tobytes()
-        return parent, tokens, tuple(_items(request, start, end)), adapter, request.cache_salt
 
+class _Prompt:
+    """What makes the hashes of a request's blocks."""
 
-def _items(request: Request, start: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """The items with tokens from ``start`` to ``end``, with their places from there."""
-    for feature in request.mm_features:
-        place = feature.mm_position
+    def __init__(self, request: Request) -> None:
+        self._token_ids = request.all_token_ids
+        self._salt = request.cache_salt
+        self._adapter = tuple(kv_cache_utils._gen_lora_extra_hash_keys(request))
+        places = [feature.mm_position for feature in request.mm_features]
+        self._items = [feature.identifier for feature in request.mm_features]
+        self._starts = [place.offset for place in places]
+        self._lengths = [place.length for place in places]
+        self._ends = [place.offset + place.length for place in places]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether items follow each other: else the keys of a block depend on others, too."""
+        behind = zip(self._ends, self._starts[1:], strict=False)
+        return all(end <= start for end, start in behind)
+
+    def key(self, start: int, end: int, parent: bytes) -> Hashable:
+        """Of the tokens from ``start`` to ``end``, behind a block with the hash ``parent``."""
+        token_ids = array("I", self._token_ids[start:end]).tobytes()
         # vLLM looks at an item up to the token behind it.
-        if place.offset < end and place.offset + place.length >= start:
-            yield feature.identifier, place.offset - start, place.length
-
-
-def _in_order(request: Request) -> bool:
-    """Whether items follow each other: else the keys of a block depend on others, too."""
-    places = [feature.mm_position for feature in request.mm_features]
-    return all(
-        before.offset + before.length <= after.offset for before, after in pairwise(places)
-    )
+        first, last = bisect_left(self._ends, start), bisect_left(self._starts, end)
+        items = tuple(
+            (self._items[n], self._starts[n] - start, self._lengths[n])
+            for n in range(first, last)
+        )
+        return parent, token_ids, items, self._adapter, self._salt

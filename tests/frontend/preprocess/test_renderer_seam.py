@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.parse import ImageProcessorItems
 
+from frontend.loop_turn import MOST_SECONDS
 from frontend.media.lazy_image import ImageOptions, load_lazily
 from frontend.preprocess.messages import Media, Work
 from frontend.preprocess.renderer_seam import LIGHT_BYTES, LIGHT_TOKENS, preprocess_beside
@@ -78,7 +80,11 @@ class FakeRenderer:
     def __init__(self, cache: FakeCache) -> None:
         self._cache = cache
         self._mm_executor = ThreadPoolExecutor(1)
-        self.mm_processor: Any = SimpleNamespace(_get_cache_missing_items=self._find)
+        self.mm_processor: Any = SimpleNamespace(
+            _get_cache_missing_items=self._find, _apply_hf_processor_main=self._process
+        )
+        self.asks_the_cache = True
+        self.cleared: list[threading.Thread] = []
         self.threads: list[threading.Thread] = []
         """Of each pass."""
         self.processed: list[str] = []
@@ -95,12 +101,26 @@ class FakeRenderer:
     ) -> list[str]:
         self.threads.append(threading.current_thread())
         images = mm_data["image"]
-        self.processed = self.mm_processor._get_cache_missing_items(
-            cache=self._cache,
-            mm_data_items={"image": ImageProcessorItems(images)},
-            mm_hashes={"image": images.hashes},
+        missing = images.hashes
+        if self.asks_the_cache:
+            missing = self.mm_processor._get_cache_missing_items(
+                cache=self._cache,
+                mm_data_items={"image": ImageProcessorItems(images)},
+                mm_hashes={"image": images.hashes},
+            )
+        counts = {"image": len(missing)}
+        self.mm_processor._apply_hf_processor_main(
+            mm_items=SimpleNamespace(get_all_counts=lambda: counts), hf_kwargs={}
         )
+        self.processed = missing
         return images.hashes
+
+    def _process(self, mm_items: Any, hf_kwargs: Any) -> None:
+        if mm_items.get_all_counts()["image"]:
+            assert threading.current_thread() is not threading.main_thread()
+
+    def clear_mm_cache(self) -> None:
+        self.cleared.append(threading.current_thread())
 
     async def _process_multimodal_async(self, *args: Any, **kwargs: Any) -> list[str]:
         loop = asyncio.get_running_loop()
@@ -201,9 +221,54 @@ async def test_what_the_pool_leaves_is_processed_in_a_thread() -> None:
     seam = Seam()
     seam.pool.does = False
     await seam.request(a=lazy(PNG), b=lazy(PNG))
-    first, second = seam.renderer.threads
-    assert first is HERE
-    assert second is not HERE
+    first, second, third = seam.renderer.threads
+    assert first is second is HERE  # the second was interrupted
+    assert third is not HERE
+    assert seam.renderer.processed == ["a", "b"]
+
+
+async def test_a_model_that_does_not_ask_the_cache_processes_in_a_thread() -> None:
+    seam = Seam("a")
+    seam.renderer.asks_the_cache = False
+    assert await seam.request(a=lazy(PNG)) == ["a"]
+    assert [thread is HERE for thread in seam.renderer.threads] == [True, False]
+    assert seam.renderer.processed == ["a"]
+
+
+async def test_what_takes_long_together_is_left_to_a_thread() -> None:
+    seam = Seam("a", "b")
+    process = seam.renderer._process_multimodal
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(2 * MOST_SECONDS)
+        return process(*args, **kwargs)
+
+    seam.renderer._process_multimodal = slowly
+    await asyncio.gather(seam.request(a=lazy(PNG)), seam.request(b=lazy(PNG)))
+    assert [thread is HERE for thread in seam.renderer.threads] == [True, False]
+
+
+async def test_the_cache_is_not_cleared_while_a_request_looks_into_it() -> None:
+    seam = Seam("a")
+    looking, cleared = threading.Event(), threading.Event()
+    process = seam.renderer._process_multimodal
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        looking.set()
+        assert not cleared.wait(0.05)
+        return process(*args, **kwargs)
+
+    seam.renderer._process_multimodal = slowly
+
+    async def clear() -> None:
+        await seam.renderer._clear_mm_cache_async()
+        cleared.set()
+
+    request = asyncio.create_task(seam.request(a=IMAGE))
+    assert await asyncio.to_thread(looking.wait, PATIENCE)
+    await within(clear())
+    await request
+    assert len(seam.renderer.cleared) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,15 +279,16 @@ async def test_what_the_pool_leaves_is_processed_in_a_thread() -> None:
         lambda seam: seam.request(a=lazy(TURNED)),
         lambda seam: seam.request(a=lazy(LATE)),
         lambda seam: seam.request(a=lazy(PNG + bytes(LIGHT_BYTES))),
+        lambda seam: seam.request(**dict.fromkeys("abcde", lazy(PNG))),
         lambda seam: seam.request({"size": 3}, a=lazy(PNG)),
         lambda seam: seam.request(tokens=LIGHT_TOKENS + 1, a=lazy(PNG)),
         lambda seam: seam.request(skip=True, a=lazy(PNG)),
     ],
-    ids=["decoded", "embedded", "turned", "late metadata", "large", "options", "long",
+    ids=["decoded", "embedded", "turned", "late metadata", "large", "many", "options", "long",
          "uncached"],
 )
 async def test_what_may_take_time_is_left_to_a_thread(request_of: Any) -> None:
-    seam = Seam("a", "b")
+    seam = Seam(*"abcde")
     await request_of(seam)
     assert HERE not in seam.renderer.threads
     assert seam.renderer.passes == 1

@@ -98,6 +98,24 @@ def test_whatever_differs_is_not_taken_for_known(other: Request, root: bytes) ->
     assert chunks.known_of(other, root) == []
 
 
+def test_an_adapter_that_has_been_replaced_is_another(root: bytes) -> None:
+    hasher = fresh_hasher()
+    request, replaced = (make_request([7] * 2 * CHUNK, lora="x") for _ in range(2))
+    assert replaced.lora_request is not None
+    replaced.lora_request.lora_path = "/another"
+    for each in (request, replaced, request):
+        assert hasher(each) == theirs(each)
+    assert hasher(request) != hasher(replaced)
+
+
+def test_many_images_are_each_found(root: bytes) -> None:
+    hasher = fresh_hasher()
+    features = [image(f"i{n}", 3 + 7 * n, 5) for n in range(80)]
+    request = make_request([7] * 20 * CHUNK, features)
+    for _ in range(2):
+        assert hasher(request) == theirs(request)
+
+
 def test_an_image_behind_does_not_matter(root: bytes) -> None:
     chunks = HashedChunks(BLOCK)
     request = make_request([7] * 3 * CHUNK, [image("a", 2 * CHUNK + 1, 9)])
@@ -114,7 +132,7 @@ def test_images_that_overlap_are_left_alone(root: bytes) -> None:
 
 
 def test_only_the_chunks_used_last_are_kept(root: bytes) -> None:
-    chunks = HashedChunks(BLOCK, most=2)
+    chunks = HashedChunks(BLOCK, most_tokens=2 * CHUNK)
     requests = [make_request([token] * CHUNK) for token in range(3)]
     for request in requests[:2]:
         chunks.keep(request, root, theirs(request), 0)
