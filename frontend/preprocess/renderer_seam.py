@@ -56,7 +56,6 @@ class _Heavy(Exception):
     """Interrupts vLLM: it was about to run the model's processor on the event loop."""
 
 
-
 class _Lacking(Exception):
     """Interrupts vLLM: the cache lacks items that the pool can process."""
 

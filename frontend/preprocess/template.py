@@ -109,8 +109,9 @@ def run(control: socket.socket, load: Load) -> None:
 def give_way(priority: Literal["idle", "low"]) -> None:
     """Leave the processors to whoever answers requests.
 
-    ``idle``: whoever wakes up and wants a processor has it at once, even if it holds an
-    interpreter lock that others wait for. Where a sandbox refuses that, ``low`` it is.
+    ``idle``: whoever wakes up has a processor at once. A thread of the frontend that had to
+    wait for one would keep others waiting, for the interpreter lock that it may hold. Where
+    a sandbox refuses that, ``low`` it is.
     """
     if priority == "idle":
         with suppress(OSError):

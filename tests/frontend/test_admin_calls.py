@@ -168,17 +168,22 @@ async def test_an_adapter_added_while_a_worker_is_brought_up_to_date_is_not_miss
     assert [lora[0] for _, lora in given] == ["adapter-1", "adapter-2"]
 
 
-async def test_a_call_to_a_worker_that_is_lost_fails(
-    fleet: Fleet, workers: list[FakeWorker]
-) -> None:
-    never = asyncio.Event()
+def never_answering(worker: FakeWorker) -> asyncio.Event:
+    """Have a worker's engine answer no call; returns what is set when one has come."""
     reached = asyncio.Event()
 
     async def no_answer(method: str, *args: object) -> None:
         reached.set()
-        await never.wait()
+        await asyncio.Event().wait()
 
-    workers[1].engine.call_utility_async = no_answer  # type: ignore[method-assign]
+    worker.engine.call_utility_async = no_answer  # type: ignore[method-assign]
+    return reached
+
+
+async def test_a_call_to_a_worker_that_is_lost_fails(
+    fleet: Fleet, workers: list[FakeWorker]
+) -> None:
+    reached = never_answering(workers[1])
     calling = asyncio.ensure_future(fleet.client.reset_encoder_cache_async())
     await within(reached.wait())
     await workers[1].leave()
@@ -190,14 +195,7 @@ async def test_a_call_to_a_worker_that_is_lost_fails(
 async def test_an_answer_that_does_not_decode_fails_its_call_alone(
     fleet: Fleet, workers: list[FakeWorker]
 ) -> None:
-    never = asyncio.Event()
-    reached = asyncio.Event()
-
-    async def no_answer(method: str, *args: object) -> None:
-        reached.set()
-        await never.wait()
-
-    workers[1].engine.call_utility_async = no_answer  # type: ignore[method-assign]
+    reached = never_answering(workers[1])
     calling = asyncio.ensure_future(fleet.client.reset_mm_cache_async())
     await within(reached.wait())
     (call_id,) = [i for i, (name, _) in fleet.client._calls.items() if name == "worker-1"]
@@ -205,7 +203,6 @@ async def test_an_answer_that_does_not_decode_fails_its_call_alone(
     with pytest.raises(BadMessage):
         await within(calling)
     assert set(fleet.pool.ready_workers()) == {"worker-0", "worker-1"}
-    never.set()
 
 
 async def test_an_answer_nobody_waits_for_is_dropped(fleet: Fleet) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.engine import FinishReason
+from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from frontend.admission import FleetLoad
 from frontend.encode_workers import PREFIX
@@ -45,13 +45,29 @@ async def generator(fleet: Fleet, shared: HostEmbeddings | None) -> FakeWorker:
 
 
 async def encoder(
-    fleet: Fleet, shared: HostEmbeddings | None, name: str = "encoder-1", **settings: Any
+    fleet: Fleet,
+    shared: HostEmbeddings | None,
+    name: str = "encoder-1",
+    *,
+    stalled: bool = False,
+    **settings: Any,
 ) -> FakeWorker:
     facts = make_facts(role="encode")
     worker = await fleet.introduce(name, facts=facts, embeddings=shared, **settings)
     await eventually(lambda: name in {w.name for w in fleet.pool.encode_workers()})
     await told(fleet, name, shared)
+    worker.engine.stalled = stalled
     return worker
+
+
+async def asked(
+    fleet: Fleet, shared: HostEmbeddings
+) -> tuple[FakeWorker, asyncio.Task[Receipt], EngineCoreRequest]:
+    """A request waits for an encode worker: that one, the request, and what it was sent."""
+    await generator(fleet, shared)
+    helper = await encoder(fleet, shared, stalled=True)
+    task = asyncio.create_task(routed(fleet, "r", 1.0))
+    return helper, task, await within(helper.engine.added.get())
 
 
 async def told(fleet: Fleet, name: str, shared: HostEmbeddings | None) -> None:
@@ -115,8 +131,7 @@ async def test_an_image_that_several_wait_for_is_encoded_once(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:
     await generator(fleet, shared)
-    helper = await encoder(fleet, shared)
-    helper.engine.stalled = True
+    helper = await encoder(fleet, shared, stalled=True)
     waiting = [asyncio.create_task(routed(fleet, f"r{n}", 1.0)) for n in range(4)]
     job = await within(helper.engine.added.get())
     assert not any(task.done() for task in waiting)
@@ -160,11 +175,7 @@ async def test_when_the_last_encode_worker_is_lost_images_are_encoded_in_place(
 async def test_an_image_that_cannot_be_encoded_there_is_encoded_in_place(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:
-    await generator(fleet, shared)
-    helper = await encoder(fleet, shared)
-    helper.engine.stalled = True
-    task = asyncio.create_task(routed(fleet, "r", 1.0))
-    job = await within(helper.engine.added.get())
+    helper, task, job = await asked(fleet, shared)
     helper.outbox.fail("frontend-1", job.request_id, "no")
     assert (await within(task)).routed[0].embeddings_held == 0
     await fleet.answer("r")
@@ -173,11 +184,7 @@ async def test_an_image_that_cannot_be_encoded_there_is_encoded_in_place(
 async def test_tensors_that_one_cannot_read_are_sent_along_and_that_is_counted(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:
-    await generator(fleet, shared)
-    helper = await encoder(fleet, shared)
-    helper.engine.stalled = True
-    task = asyncio.create_task(routed(fleet, "r", 1.0))
-    job = await within(helper.engine.added.get())
+    helper, task, job = await asked(fleet, shared)
     helper.frontends.end(job.request_id)  # as if it had not got so far
     for request_id in ("encode-unknown", job.request_id):
         helper.link.send("frontend-1", TensorsMissing(request_id, "gone"))
@@ -207,8 +214,7 @@ async def test_who_waits_too_long_goes_on(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:
     await generator(fleet, shared)
-    helper = await encoder(fleet, shared)
-    helper.engine.stalled = True
+    await encoder(fleet, shared, stalled=True)
     fleet.client._encoders._seconds = 0.05
     receipt = await routed(fleet, "r", 1.0)
     assert receipt.routed[0].embeddings_held == 0
@@ -220,8 +226,7 @@ async def test_one_that_hangs_is_waited_for_once(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:
     await generator(fleet, shared)
-    helper = await encoder(fleet, shared)
-    helper.engine.stalled = True
+    helper = await encoder(fleet, shared, stalled=True)
     fleet.client._encoders._seconds = 0.05
     await routed(fleet, "r", 1.0)
     job = await within(helper.engine.added.get())
@@ -253,11 +258,7 @@ async def test_an_image_that_one_hangs_with_is_encoded_by_another(
 async def test_what_a_lost_encode_worker_may_be_reading_stays_in_place(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:
-    await generator(fleet, shared)
-    helper = await encoder(fleet, shared)
-    helper.engine.stalled = True
-    task = asyncio.create_task(routed(fleet, "r", 1.0))
-    await within(helper.engine.added.get())
+    _, task, _ = await asked(fleet, shared)
     (seen,) = fleet.pool.encode_workers()
     seen.process, seen.last_heard = None, seen.last_heard - 1000.0
     await within(task)
@@ -274,8 +275,7 @@ async def test_a_client_that_leaves_ends_nobody_elses_wait(
     fleet: Fleet, shared: HostEmbeddings
 ) -> None:
     await generator(fleet, shared)
-    helper = await encoder(fleet, shared)
-    helper.engine.stalled = True
+    helper = await encoder(fleet, shared, stalled=True)
     leaves, stays = (asyncio.create_task(routed(fleet, n, 1.0)) for n in ("a", "b"))
     job = await within(helper.engine.added.get())
     leaves.cancel()
