@@ -28,6 +28,9 @@ from frontend.loop_turn import turn
 SHORT = 2048
 """Characters. Fast tokenizers take a millisecond or two for so many."""
 
+MOST_NAMES = 32
+"""That a request has for the template; each is looked up in it. vLLM's own are ten."""
+
 
 def stay_on_the_loop(renderer: Any, template: str | None) -> None:
     """From now on let ``renderer`` do what is short at once.
@@ -70,6 +73,7 @@ def stay_on_the_loop(renderer: Any, template: str | None) -> None:
 def _is_quick(
     conversation: Any,
     servers: str | None,
+    /,
     *,
     chat_template: str | None = None,
     tokenize: bool = True,
@@ -80,7 +84,7 @@ def _is_quick(
         return False
     if any(type(value) in (int, float) for value in kwargs.values()):
         return False  # how often to do something, perhaps
-    return is_short((conversation, list(kwargs.values())))
+    return len(kwargs) <= MOST_NAMES and is_short((conversation, kwargs))
 
 
 def is_short(value: Any, limit: int = SHORT) -> bool:
@@ -100,11 +104,11 @@ def is_short(value: Any, limit: int = SHORT) -> bool:
     return left >= 0
 
 
-def _at_once(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Awaitable[Any]:
+def _at_once(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
     future = asyncio.get_running_loop().create_future()
     try:
-        with turn.spending():
-            future.set_result(function(*args, **kwargs))
+        turn.spend()
+        future.set_result(function(*args, **kwargs))
     except Exception as error:  # raised where the future is awaited
         future.set_exception(error)
     return future

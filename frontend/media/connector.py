@@ -134,11 +134,10 @@ class LazyMediaConnector(MediaConnector):
             if not isinstance(media_io, LazyImageIO):
                 let_others_begin()  # as many are decoded at a time as vLLM has threads
             elif url[0] in "dD" and len(url) <= AT_ONCE and turn.has_time():
-                with turn.spending():
-                    data = _bytes_of(url)
-                if turn.has_time() and short_header(data) is not None:
-                    with turn.spending():
-                        return cast(M, media_io.load_bytes(data))
+                turn.spend()
+                data = _bytes_of(url)
+                if short_header(data) is not None and turn.has_time():
+                    return cast(M, media_io.load_bytes(data))
                 return cast(M, await _in_thread(media_io.load_bytes, data))
             return await super().load_from_url_async(
                 url, media_io, fetch_timeout=fetch_timeout

@@ -17,7 +17,6 @@ envs.VLLM_MAX_IMAGE_PIXELS.
 from __future__ import annotations
 
 import struct
-from functools import cached_property
 from io import BytesIO
 from typing import Any
 
@@ -138,6 +137,8 @@ class LazyImage(Image.Image):
         self.header = header
         self._mode = options.image_mode or header.mode
         self._failure: ImageUnreadable | None = None
+        self._size_stated: tuple[int, int] | None = None
+        self._size_was_looked_for = False
         self.readonly = 1  # Pillow clears it when the pixels are about to be changed
         for name in _ONLY_DECODING_TELLS:
             delattr(self, name)  # __getattr__ finds out
@@ -150,11 +151,13 @@ class LazyImage(Image.Image):
     @property
     def says_its_size(self) -> bool:
         """Whether to ask for its size does not decode it."""
-        return self.decoded or self._stated_size is not None
+        return self.decoded or self._stated_size() is not None
 
-    @cached_property
     def _stated_size(self) -> tuple[int, int] | None:
-        return _oriented_size(self.data, self.header)
+        if not self._size_was_looked_for:
+            self._size_stated = _oriented_size(self.data, self.header)
+            self._size_was_looked_for = True
+        return self._size_stated
 
     @property
     def decoded(self) -> bool:
@@ -217,8 +220,8 @@ class LazyImage(Image.Image):
     def __getattr__(self, name: str) -> Any:
         if name not in _ONLY_DECODING_TELLS or "header" not in self.__dict__:
             raise AttributeError(name)
-        if name == "_size" and self._stated_size is not None:
-            return self._stated_size
+        if name == "_size" and (size := self._stated_size()) is not None:
+            return size
         self.load()
         return self.__dict__[name]
 

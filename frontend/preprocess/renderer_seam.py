@@ -125,8 +125,8 @@ def preprocess_beside(
         if light and turn.has_time() and processing.acquire(blocking=False):
             here.is_loop = True
             try:
-                with turn.spending():
-                    return work()
+                turn.spend()
+                return work()
             except _Heavy:
                 pass
             finally:
@@ -146,14 +146,14 @@ def preprocess_beside(
         options = _plain(kwargs.get("mm_processor_kwargs"))
         if options is None:
             return await in_thread(in_full)
-        light = _is_light(*args, **kwargs)
+        light = turn.has_time() and _is_light(*args, **kwargs)
         try:
             return await where_fit(partial(process_first, options, *args, **kwargs), light)
         except _Lacking as found:
             lacking, held = found.lacking, found.held
         processed = await _all(pool.process(*each) for each in lacking.items())
         try:
-            return await where_fit(in_full, light)
+            return await where_fit(in_full, light and all(processed))
         finally:
             # Until here what the pool has made stays where it is.
             del held, processed

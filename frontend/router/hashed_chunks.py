@@ -23,6 +23,8 @@ from vllm.v1.request import Request
 CHUNK_BLOCKS = 8
 MOST_TOKENS = 1 << 21
 """Of all chunks: 8 MB, and as much again for hashes of blocks of 32 tokens."""
+MOST_CHUNKS = 1 << 14
+"""With smaller blocks there are fewer tokens."""
 
 
 class HashedChunks:
@@ -31,7 +33,7 @@ class HashedChunks:
     def __init__(self, block_size: int, most_tokens: int = MOST_TOKENS) -> None:
         """``block_size`` is in tokens."""
         self._size = block_size * CHUNK_BLOCKS
-        self._most = max(1, most_tokens // self._size)
+        self._most = min(max(1, most_tokens // self._size), MOST_CHUNKS)
         self._known: OrderedDict[Hashable, Sequence[bytes]] = OrderedDict()
 
     def known_of(self, request: Request, root: bytes) -> list[bytes]:

@@ -11,28 +11,26 @@ pytestmark = pytest.mark.anyio
 
 
 def spend(turn: LoopTurn, seconds: float) -> None:
-    with turn.spending():
-        until = time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            pass
+    turn.spend()
+    time.sleep(seconds)
 
 
 async def test_there_is_time_until_it_is_spent() -> None:
-    turn = LoopTurn(0.002)
+    turn = LoopTurn(0.05)
     assert turn.has_time()
     spend(turn, 0.0)
     assert turn.has_time()
-    spend(turn, 0.003)
+    spend(turn, 0.06)
     assert not turn.has_time()
 
 
 async def test_many_small_pieces_add_up() -> None:
-    turn = LoopTurn(0.002)
+    turn = LoopTurn(0.05)
     pieces = 0
     while turn.has_time():
-        spend(turn, 0.0005)
+        spend(turn, 0.01)
         pieces += 1
-    assert 1 < pieces <= 4
+    assert pieces <= 5
 
 
 async def test_tasks_that_are_ready_share_a_turn() -> None:
@@ -57,11 +55,12 @@ async def test_the_next_turn_has_time_again() -> None:
         assert turn.has_time()
 
 
-async def test_what_fails_has_taken_time_too() -> None:
+async def test_what_else_is_done_meanwhile_counts() -> None:
     turn = LoopTurn(0.002)
-    with pytest.raises(ValueError), turn.spending():
-        time.sleep(0.003)
-        raise ValueError
+    time.sleep(0.003)
+    assert turn.has_time()  # nothing has been done at once yet
+    spend(turn, 0.0)
+    time.sleep(0.003)
     assert not turn.has_time()
 
 

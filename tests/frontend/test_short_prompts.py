@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
 from vllm.renderers.params import ChatParams
 
-from frontend.short_prompts import SHORT, is_short, stay_on_the_loop
+from frontend.short_prompts import MOST_NAMES, SHORT, is_short, stay_on_the_loop
 from tests.frontend.app import APP_MARKS, App
 
 PLAIN = ChatParams(chat_template_kwargs={"tokenize": False})
@@ -99,8 +99,10 @@ class TestInTheApp:
             {"times": 1_000_000},
             {"times": 1e9},
             {"words": "many " * SHORT},
+            {f"a{number}": True for number in range(MOST_NAMES)},
+            {"a" * SHORT: True},
         ],
-        ids=["template", "tokens", "number", "float", "length"],
+        ids=["template", "tokens", "number", "float", "length", "names", "long name"],
     )
     async def test_what_a_request_could_make_long_is_left_to_a_thread(
         self, app: App, kwargs: dict[str, Any]
@@ -108,6 +110,11 @@ class TestInTheApp:
         params = ChatParams(chat_template_kwargs={"tokenize": False} | kwargs)
         with pytest.raises(WaitedFor):
             at_once(app, messages("Hello"), params)
+
+    @pytest.mark.parametrize("name", ["servers", "function", "args", "template"])
+    async def test_a_template_may_have_whatever_names(self, app: App, name: str) -> None:
+        kwargs = {"chat_template_kwargs": {name: ["a", "b"]}}
+        assert (await app.render(**kwargs)).status_code == 200
 
     async def test_a_request_of_many_prompts_does_not_keep_the_event_loop(
         self, app: App

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from frontend.media.short_header import MOST_BYTES, short_header
+from frontend.media.short_header import MOST_BYTES, MOST_EXIF_BYTES, short_header
 
 EXIF = Image.Exif()
 EXIF[ExifTags.Base.Orientation] = 6
@@ -84,6 +84,13 @@ def test_long_headers_are_not_short() -> None:
     few, many = (b"\xff\xe5\x00\x02" * count for count in (9, MOST_BYTES // 4))
     assert short_header(data[:2] + few + data[2:]) is not None
     assert short_header(data[:2] + many + data[2:]) is None
+
+
+def test_metadata_with_many_tags_are_not_short() -> None:
+    exif = b"Exif\0\0MM\0*\0\0\0\x08" + bytes(MOST_EXIF_BYTES)
+    assert short_header(picture("JPEG", exif=exif)) is None
+    assert short_header(png_with(chunk(b"eXIf", exif[6:]))) is None
+    assert short_header(png_with(chunk(b"eXIf", exif[6:1000]))) is not None
 
 
 def test_metadata_that_inflate_are_not_short() -> None:
