@@ -56,6 +56,8 @@ class HashedChunks:
 
     def keep(self, request: Request, root: bytes, hashes: Sequence[bytes], known: int) -> None:
         """Remember a prompt's ``hashes``, of which the first ``known`` were known."""
+        if len(hashes) - known < CHUNK_BLOCKS:
+            return  # no chunk among them, as when only a question is new
         prompt = _Prompt(request)
         if not prompt.in_order:
             return
