@@ -7,12 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.platforms import current_platform
 
-from workers import engine_polling
+from workers import engine_polling, notice
 from workers.engine_polling import (
     CROWDED_SECONDS,
     NappingCondition,
@@ -26,8 +27,10 @@ WAITED_S = 0.4
 class Queue:
     """One writer, and one reader that has just read a message."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: Callable[[], None] = lambda: None) -> None:
+        """``between`` is called when the writer is there, and the reader is not."""
         self.writer = shm_broadcast.MessageQueue(1, 1, max_chunk_bytes=1 << 16, max_chunks=4)
+        between()
         self.reader = shm_broadcast.MessageQueue.create_from_handle(
             self.writer.export_handle(), 0
         )
@@ -151,11 +154,71 @@ def test_the_notice_of_a_message_that_soon_follows_another_comes_too(
     assert time.monotonic() - began < 5
 
 
-def test_a_cancelled_wait_ends(napping: Queue) -> None:
-    napping.reader._spin_condition.last_read -= 10  # long idle: vLLM's own wait
+def be_vllms() -> None:
+    shm_broadcast.SpinCondition = engine_polling._SpinCondition  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("idle_s", [0, 10])
+@pytest.mark.parametrize(
+    ("before", "between"),
+    [
+        (nap_instead_of_polling, lambda: None),
+        (nap_instead_of_polling, be_vllms),
+        (be_vllms, nap_instead_of_polling),
+    ],
+    ids=["both ours", "the reader is vLLM's", "the writer is vLLM's"],
+)
+def test_a_notice_comes_whosever_the_ends_are(
+    before: Callable[[], None],
+    between: Callable[[], None],
+    idle_s: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_polling, "LONGEST_NAP_MS", 10_000)
+    monkeypatch.setattr(engine_polling, "LONGEST_SLEEP_MS", 10_000)
+    monkeypatch.setattr(Processors, "give_way", lambda _: True)
+    before()
+    queue = Queue(between)
+    queue.reader._spin_condition.last_read -= idle_s
+    began = time.monotonic()
+    writer = threading.Timer(0.2, queue.writer.enqueue, ["second"])
+    writer.start()
+    assert queue.reader.dequeue(timeout=20) == "second"
+    assert time.monotonic() - began < 5
+    writer.join()
+
+
+def test_vllms_socket_is_left_where_ours_is_used(napping: Queue) -> None:
+    condition = napping.reader._spin_condition
+    napping.writer.enqueue("second")
+    assert napping.reader.dequeue(timeout=5) == "second"
+    assert not condition.local_notify_socket.poll(200)
+
+
+def test_a_system_without_futex_has_vllms_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notice, "_NUMBER_OF_FUTEX", None)
+    monkeypatch.setattr(engine_polling, "LONGEST_NAP_MS", 10_000)
+    monkeypatch.setattr(Processors, "give_way", lambda _: True)
+    nap_instead_of_polling()
+    queue = Queue()
+    began = time.monotonic()
+    writer = threading.Timer(0.2, queue.writer.enqueue, ["second"])
+    writer.start()
+    assert queue.reader.dequeue(timeout=20) == "second"
+    assert time.monotonic() - began < 5
+    writer.join()
+
+
+def test_a_cancelled_wait_ends(
+    napping: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    napping.reader._spin_condition.last_read -= 10  # idle for long
+    began = time.monotonic()
+    monkeypatch.setattr(engine_polling, "LONGEST_SLEEP_MS", 10_000)
     threading.Timer(0.05, napping.reader.shutdown).start()
     with pytest.raises(RuntimeError, match="cancelled"):
         napping.reader.dequeue(indefinite=True)
+    assert time.monotonic() - began < 5
 
 
 def test_engines_on_other_devices_poll_as_vllm_does(monkeypatch: pytest.MonkeyPatch) -> None:
