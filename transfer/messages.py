@@ -15,7 +15,7 @@ from transfer.errors import BadMessage
 from transfer.process import Process
 from transfer.tensor_ref import ArenaId, EntryRef, RemoteArena
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Frame = bytes | bytearray | memoryview
 

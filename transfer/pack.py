@@ -14,6 +14,7 @@ MultiModalSharedField, BaseMultiModalField.keep_on_cpu; UserDict.data under the 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -53,6 +54,8 @@ _DTYPES = {
     )
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_WORD = np.dtype("<u8")
+_WORD_BYTES = _WORD.itemsize
 _REFERENCE_FIELD = MultiModalSharedField(batch_size=1)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -162,10 +165,11 @@ def _item_of(fields: dict[str, MultiModalFieldElem]) -> MultiModalKwargsItem:
 
 def _reference_elem(reference: ItemRef) -> MultiModalFieldElem:
     encoded = _encoder.encode(reference)
-    return MultiModalFieldElem(
-        data=torch.frombuffer(bytearray(encoded), dtype=torch.uint8),
-        field=_REFERENCE_FIELD,
-    )
+    # Numbers, which vLLM carries as they are: on its way through three processes a tensor
+    # is made, or taken apart, five times.
+    words = np.frombuffer(encoded + bytes(-len(encoded) % _WORD_BYTES), _WORD).tolist()
+    data = [len(encoded), *words]
+    return MultiModalFieldElem(data=data, field=_REFERENCE_FIELD)
 
 
 def is_packed(item: MultiModalKwargsItem) -> bool:
@@ -190,12 +194,15 @@ def read_reference(item: MultiModalKwargsItem) -> ItemRef:
         BadMessage: the item has no reference, or one that does not decode.
     """
     elem = item.data.get(REFERENCE_KEY)
-    data = None if elem is None else elem.data
-    if not isinstance(data, torch.Tensor) or data.dtype != torch.uint8 or data.dim() != 1:
-        raise BadMessage("the item has no reference, or not one made of bytes")
+    data: Any = None if elem is None else elem.data
+    if type(data) is not list or len(data) < 2:
+        raise BadMessage("the item has no reference, or not one made of numbers")
     try:
-        return _decoder.decode(data.contiguous().numpy().data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+        encoded = memoryview(struct.pack(f"<{len(data) - 1}Q", *data[1:]))
+        if not 0 <= encoded.nbytes - data[0] < _WORD_BYTES:
+            raise BadMessage(f"a reference of {data[0]} bytes in {encoded.nbytes}")
+        return _decoder.decode(encoded[: data[0]])
+    except (struct.error, TypeError, msgspec.MsgspecError, RecursionError) as error:
         raise BadMessage(f"the reference does not decode: {error}") from error
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -248,19 +249,37 @@ def test_a_plan_is_not_used_for_other_memory_items_or_entries() -> None:
         pack.refer(plan, item, entry_of(plan.nbytes - 1))
 
 
+def words(encoded: bytes) -> list[int]:
+    """As a reference is carried."""
+    padded = encoded + bytes(-len(encoded) % 8)
+    return [len(encoded), *struct.unpack(f"<{len(padded) // 8}Q", padded)]
+
+
 @pytest.mark.parametrize(
     "data",
     [
         None,
         1,
-        [torch.zeros(3, dtype=torch.uint8)],
-        torch.zeros(0, dtype=torch.uint8),
         torch.zeros(8, dtype=torch.uint8),
-        torch.zeros(8, dtype=torch.int8),
-        torch.zeros(2, 4, dtype=torch.uint8),
-        torch.tensor(1, dtype=torch.uint8),
-        torch.full((3000,), 0x91, dtype=torch.uint8),
-        torch.tensor(list(msgspec.msgpack.encode([["a", "0", 1, 1, b"i"], [], {}]))).byte(),
+        [],
+        [8],
+        (8, 1),
+        [torch.zeros(3, dtype=torch.uint8)],
+        [1, torch.zeros(3, dtype=torch.uint8)],
+        [8, 1],
+        [0, 0],
+        [9, 0],
+        [-1, 0],
+        [8, -1],
+        [8, 2**64],
+        [8, 1.0],
+        [8, [1]],
+        ["8", 1],
+        [8.0, 1],
+        [float("nan"), 1],
+        [2**70, 1],
+        words(bytes([0x91]) * 3000),
+        words(msgspec.msgpack.encode([["a", "0", 1, 1, b"i"], [], {}])),
     ],
 )
 def test_a_reference_that_does_not_decode_is_refused(data: Any) -> None:

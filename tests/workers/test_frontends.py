@@ -137,7 +137,7 @@ def test_only_the_senders_own_arena_may_be_referred_to(cache: ArenaProcessorCach
             Frontend("f", 0.0).check_references(request)
 
 
-@pytest.mark.parametrize("data", [torch.zeros(3), torch.zeros(9, dtype=torch.uint8), [1], 7])
+@pytest.mark.parametrize("data", [torch.zeros(3), [8, 1], [1], 7])
 def test_a_reference_that_is_none_is_a_bad_message(frontend: Frontend, data: object) -> None:
     elem = MultiModalFieldElem(data, MultiModalBatchedField())  # type: ignore[arg-type]
     request = make_request(items=[MultiModalKwargsItem({REFERENCE_KEY: elem})])
