@@ -195,14 +195,14 @@ def read_reference(item: MultiModalKwargsItem) -> ItemRef:
     """
     elem = item.data.get(REFERENCE_KEY)
     data: Any = None if elem is None else elem.data
-    if type(data) is not list or len(data) < 2:
+    if type(data) is not list or len(data) < 2 or any(type(n) is not int for n in data):
         raise BadMessage("the item has no reference, or not one made of numbers")
     try:
         encoded = memoryview(struct.pack(f"<{len(data) - 1}Q", *data[1:]))
         if not 0 <= encoded.nbytes - data[0] < _WORD_BYTES:
             raise BadMessage(f"a reference of {data[0]} bytes in {encoded.nbytes}")
         return _decoder.decode(encoded[: data[0]])
-    except (struct.error, TypeError, msgspec.MsgspecError, RecursionError) as error:
+    except (struct.error, msgspec.MsgspecError, RecursionError) as error:
         raise BadMessage(f"the reference does not decode: {error}") from error
 
 

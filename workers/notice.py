@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import platform
@@ -23,6 +24,7 @@ _NUMBER_OF_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 include/uapi/asm-generic/unistd.h."""
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL = 2**31 - 1
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,23 +34,32 @@ class _Timespec(ctypes.Structure):
 
 
 class Notice:
-    """The counter in the file at ``path``, which whoever gives the notices makes."""
+    """The counter that ``path`` links to, which whoever gives the notices makes.
+
+    It is memory without a file: nothing is left of it when its processes have ended, however
+    they did, and no disk is waited for.
+    """
 
     def __init__(self, path: Path, *, create: bool) -> None:
         """
         Raises:
-            OSError: the file cannot be made, or is not there, or this system has no futex.
+            OSError: it cannot be made, or is not there, or not one of ours; or this system
+                has no futex.
         """
         if sys.platform != "linux" or _NUMBER_OF_FUTEX is None:
             raise OSError(errno.ENOSYS, "no futex is known of this system")
-        new = os.O_CREAT | os.O_EXCL if create else 0
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | new, 0o600)
+        fd = _make() if create else os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            if create:
-                weakref.finalize(self, _unlink_own, path, os.getpid())
-                os.ftruncate(fd, mmap.PAGESIZE)
+            _require_ours(fd)
             self._map = mmap.mmap(fd, mmap.PAGESIZE)
-        finally:
+            if create:
+                path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+        except BaseException:
+            os.close(fd)
+            raise
+        if create:  # readers open it by way of this descriptor
+            weakref.finalize(self, _withdraw, path, fd, os.getpid())
+        else:
             os.close(fd)
         self._count = ctypes.c_uint32.from_buffer(self._map)
         self._seen = self._count.value
@@ -88,6 +99,31 @@ def _futex(
     return ctypes.get_errno() if result == -1 else 0
 
 
-def _unlink_own(path: Path, pid: int) -> None:
-    if os.getpid() == pid:
+def _make() -> int:
+    """Return the descriptor of a page of memory that can be mapped for good."""
+    fd = os.memfd_create("foveal-notice", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, mmap.PAGESIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _require_ours(fd: int) -> None:
+    """Make sure that nobody can cut off the memory, which would kill who reads it.
+
+    Raises:
+        OSError: somebody could.
+    """
+    status = os.fstat(fd)
+    sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS  # of files it raises
+    if not sealed or status.st_uid != os.geteuid() or status.st_size != mmap.PAGESIZE:
+        raise OSError(errno.EPERM, "not a notice of ours")
+
+
+def _withdraw(path: Path, fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has the object, too
         path.unlink(missing_ok=True)
+        os.close(fd)

@@ -146,7 +146,10 @@ def preprocess_beside(
         options = _plain(kwargs.get("mm_processor_kwargs"))
         if options is None:
             return await in_thread(in_full)
-        light = turn.has_time() and _is_light(*args, **kwargs)
+        light = turn.has_time()
+        if light:
+            turn.spend()  # to look takes time, too
+            light = _is_light(*args, **kwargs)
         try:
             return await where_fit(partial(process_first, options, *args, **kwargs), light)
         except _Lacking as found:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -90,17 +92,70 @@ def test_the_count_may_pass_its_end(path: Path) -> None:
     assert reader._seen == 0
 
 
-def test_only_its_owner_may_use_the_file(path: Path) -> None:
-    Notice(path, create=True)  # nobody else has it: it is gone again
+def test_nothing_is_left_of_it(path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
     giver = Notice(path, create=True)
-    assert path.stat().st_mode & 0o777 == 0o600
+    reader = Notice(path, create=False)
     with pytest.raises(FileExistsError):
         Notice(path, create=True)
-    del giver
-    assert not path.exists()
+    del giver, reader
+    assert not os.path.lexists(path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_forked_child_does_not_remove_its_parents_file(path: Path) -> None:
+def test_it_has_its_memory_from_the_start(path: Path) -> None:
+    """To write to a page that has none when there is none would kill the process."""
+    giver = Notice(path, create=True)
+    assert path.stat().st_blocks > 0
+    assert giver is not None
+
+
+def test_that_there_is_no_memory_is_told_at_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "posix_fallocate", has_none)
+    with pytest.raises(OSError, match="full"):
+        Notice(path, create=True)
+    assert not os.path.lexists(path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_it_cannot_be_cut_off(path: Path) -> None:
+    """Who reads beyond the end of a mapped file is killed."""
+    giver = Notice(path, create=True)
+    with pytest.raises(PermissionError):
+        os.truncate(path, 0)
+    assert giver is not None
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "unsealed memory", "somebody else's"])
+def test_what_is_not_ours_is_not_read(
+    path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giver: object = None
+    match what:
+        case "a file":
+            path.write_bytes(bytes(mmap.PAGESIZE))
+        case "unsealed memory":
+            giver = os.memfd_create("test")
+            os.truncate(giver, mmap.PAGESIZE)
+            path.symlink_to(f"/proc/self/fd/{giver}")
+        case "somebody else's":
+            giver = Notice(path, create=True)
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError):
+        Notice(path, create=False)
+    assert len(os.listdir("/proc/self/fd")) == before
+    if isinstance(giver, int):
+        os.close(giver)
+
+
+def test_a_forked_child_does_not_withdraw_what_is_its_parents(path: Path) -> None:
     giver = Notice(path, create=True)
     forks = (
         "import os, sys, pathlib; from workers.notice import Notice\n"
@@ -109,28 +164,20 @@ def test_a_forked_child_does_not_remove_its_parents_file(path: Path) -> None:
         "if (child := os.fork()) == 0:\n"
         "    sys.exit()\n"
         "os.waitpid(child, 0)\n"
-        "print(path.exists())\n"
+        "print(path.is_symlink() and path.exists())\n"
     )
     other = path.with_name("other")
     told = subprocess.check_output([sys.executable, "-c", forks, str(other)])
     assert told == b"True\n"
-    assert not other.exists()
+    assert not os.path.lexists(other)
     assert giver is not None and path.exists()
-
-
-def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
-    giver = Notice(path, create=True)
-    (tmp_path / "link").symlink_to(path)
-    with pytest.raises(OSError):
-        Notice(tmp_path / "link", create=False)
-    assert giver is not None
 
 
 def test_a_system_without_it_says_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notice, "_NUMBER_OF_FUTEX", None)
     with pytest.raises(OSError, match="no futex"):
         Notice(path, create=True)
-    assert not path.exists()
+    assert not os.path.lexists(path)
 
 
 def test_a_system_that_refuses_to_wait_says_so(

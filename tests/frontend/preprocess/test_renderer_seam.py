@@ -17,8 +17,9 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 from vllm.multimodal.parse import ImageProcessorItems
 
-from frontend.loop_turn import MOST_SECONDS
+from frontend.loop_turn import MOST_SECONDS, LoopTurn
 from frontend.media.lazy_image import ImageOptions, load_lazily
+from frontend.preprocess import renderer_seam
 from frontend.preprocess.messages import Media, Work
 from frontend.preprocess.renderer_seam import LIGHT_BYTES, LIGHT_TOKENS, preprocess_beside
 from tests.fakes import PATIENCE, within
@@ -290,6 +291,23 @@ async def test_what_may_take_time_is_left_to_a_thread(request_of: Any) -> None:
     await request_of(seam)
     assert HERE not in seam.renderer.threads
     assert seam.renderer.passes == 1
+
+
+async def test_to_look_whether_it_takes_time_counts_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each of many requests that are left to a thread would be looked at in one turn."""
+    turn, looked = LoopTurn(0.0), []
+
+    def look(*_: Any, **__: Any) -> bool:
+        looked.append(turn.has_time())
+        return False
+
+    monkeypatch.setattr(renderer_seam, "turn", turn)
+    monkeypatch.setattr(renderer_seam, "_is_light", look)
+    seam = Seam("a", "b")
+    await asyncio.gather(seam.request(a=IMAGE), seam.request(b=IMAGE))
+    assert looked == [False]
 
 
 async def test_two_requests_are_never_processed_at_once() -> None:
