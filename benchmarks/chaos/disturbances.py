@@ -32,6 +32,8 @@ class Recovery:
 
     what: str
     seconds: float
+    paused: bool = False
+    """Whether a frontend that it asked was paused meanwhile, and could not answer anybody."""
 
 
 class Disturber:
@@ -148,10 +150,13 @@ class Disturber:
 
     async def _watch(self, client: Client, member: Member, killed: float) -> None:
         """Write down when ``client``'s next request ends well."""
-        known = len(client.successes)
+        known, asked = len(client.successes), [client.frontend]
         while len(client.successes) == known and now() - killed < NEVER_SECONDS:
             await asyncio.sleep(0.02)
-        self.recoveries.append(Recovery(kind_of(member), now() - killed))
+            if client.frontend is not asked[-1]:
+                asked.append(client.frontend)
+        paused = any(frontend.befallen(killed, now(), "pause") for frontend in asked)
+        self.recoveries.append(Recovery(kind_of(member), now() - killed, paused))
 
 
 def kind_of(member: Member) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from benchmarks.chaos.clients import Clients
+from benchmarks.chaos import disturbances
+from benchmarks.chaos.clients import Client, Clients
 from benchmarks.chaos.cut import CuttableLine
 from benchmarks.chaos.disturbances import Disturber, kind_of
-from benchmarks.chaos.fleet import ChaosFleet, Member
+from benchmarks.chaos.fleet import ChaosFleet, Member, Spell
 
 ALL = {
     "kill worker", "term worker", "pause worker", "cut worker",
@@ -76,3 +78,37 @@ def test_the_last_of_a_kind_is_left_alone_and_who_ends_not_ended() -> None:
         each.available = True
     disturber._choose()
     assert kind_of(disturber.would[-1][1]) == "worker"  # what is still due
+
+
+@pytest.mark.parametrize(
+    ("spell", "paused"),
+    [
+        (None, False),
+        (Spell("pause", 90.0, 99.0), False),
+        (Spell("pause", 90.0, 100.5), True),
+        (Spell("pause", 101.0), True),
+        (Spell("term", 90.0), False),
+    ],
+)
+def test_whether_a_clients_frontend_was_paused_is_known(
+    spell: Spell | None, paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(100, 1000))
+    monkeypatch.setattr(disturbances, "now", lambda: float(next(clock)))
+    disturber = make(1)
+    first, second = disturber._fleet.frontends
+    client = Client(0, first)
+    if spell is not None:
+        second.spells.append(spell)
+
+    async def ask_another_meanwhile() -> None:
+        watching = asyncio.create_task(disturber._watch(client, member("worker-1"), 100.0))
+        await asyncio.sleep(0.05)
+        client.frontend = second
+        await asyncio.sleep(0.05)
+        client.successes.append(102.0)
+        await watching
+
+    asyncio.run(ask_another_meanwhile())
+    (recovery,) = disturber.recoveries
+    assert (recovery.what, recovery.paused) == ("worker", paused)

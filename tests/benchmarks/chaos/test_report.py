@@ -50,6 +50,15 @@ def test_without_a_kill_there_is_no_recovery_to_tell_of() -> None:
     assert measured["recovery_s_p95"].why
 
 
+def test_who_waited_for_a_paused_frontend_is_told_of_apart() -> None:
+    both = phase(recoveries=[Recovery("worker", 2.0), Recovery("worker", 13.5, paused=True)])
+    measured = {metric.name: metric for metric in metrics([both])}
+    assert measured["recovery_s_p95"].value == 2.0
+    text = table([both])
+    assert "1 clients: median 2.00 s" in text
+    assert "1 more, whose frontend was paused meanwhile: longest 13.50 s" in text
+
+
 def test_the_table_accounts_for_every_request() -> None:
     text = table([phase()])
     assert "its frontend was killed" in text
