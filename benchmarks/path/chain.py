@@ -1,8 +1,9 @@
 """The processes between a picture's processor and the model runner, without a model.
 
 Plain vLLM: this process -> engine -> runner. Foveal: this process -> worker -> engine ->
-runner. Engine and runner are the same two processes for both, so what is compared is
-what goes through them:
+runner. Each way has an engine and a runner of its own, which wait for each other as they do
+there: vLLM's runner polls, ours sleeps where it would take a processor from others. The
+runner whose turn it is not stands still.
 
 - this process sends as vLLM's engine client does, or as our frontend does;
 - the worker runs our inbox (decode, check of references, pass on) before an engine client;
@@ -25,6 +26,7 @@ import asyncio
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from contextlib import ExitStack
@@ -54,9 +56,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from benchmarks.path.chain_processes import (
     ENGINE,
     ENGINE_READY,
-    STOP,
     Addresses,
     Report,
+    Way,
     run_engine,
     run_runner,
     run_worker,
@@ -69,6 +71,12 @@ from transfer.identity import SEED_BYTES, IdentityHasher
 from transfer.link import FrontendLink
 from transfer.messages import PROTOCOL_VERSION, AddRequest, Hello, Ready
 from transfer.payload import encode_payload
+
+_ROLES: dict[Way, tuple[str, str]] = {
+    "plain": ("plain engine", "plain runner"), "foveal": ("engine", "runner")
+}
+"""Engine and runner of each way."""
+_WAYS: tuple[Way, ...] = ("plain", "foveal")
 
 SECONDS_TO_START = 240.0
 SECONDS_TO_PASS = 30.0
@@ -151,6 +159,8 @@ class Chain:
         self._links = ExitStack()
         self._encoder = MsgpackEncoder()
         self._number = 0
+        self._engines: list[Connection] = []
+        self._turn: Way | None = None
 
     async def __aenter__(self) -> Chain:
         try:
@@ -166,7 +176,6 @@ class Chain:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._plain.send_multipart([ENGINE, STOP])
         self._end()
 
     def pids(self) -> dict[str, int]:
@@ -176,6 +185,7 @@ class Chain:
 
     async def pass_plain(self, item: MultiModalKwargsItem) -> Passage:
         """Send an item as plain vLLM does; returns when the runner can use it."""
+        await self._turn_to("plain")
         request_id = self._next_id()
         tokens = _tokens_of(item)
         started = time.monotonic()
@@ -188,6 +198,7 @@ class Chain:
 
     async def pass_foveal(self, item: MultiModalKwargsItem) -> Passage:
         """Send an item as Foveal does; returns when the runner can use it."""
+        await self._turn_to("foveal")
         request_id = self._next_id()
         tokens = _tokens_of(item)
         started = time.monotonic()
@@ -210,7 +221,7 @@ class Chain:
 
     async def read_all(self, passage: Passage) -> None:
         """Let the runner read all pixels of the last item; it waits for this."""
-        await self._gate.send(b"")
+        await self._gates[self._turn or "plain"].send(b"")
         await self._collect(passage, f"r{self._number}", {"read", "broadcast"})
 
     def _next_id(self) -> str:
@@ -233,13 +244,13 @@ class Chain:
         context = self._context
         self._reports = context.socket(zmq.PULL)
         self._reports.bind(addresses.reports)
-        self._gate = context.socket(zmq.PUSH)
-        self._gate.bind(addresses.gate)
+        self._gates: dict[Way, Any] = {
+            "plain": context.socket(zmq.PUSH), "foveal": context.socket(zmq.PUSH)
+        }
+        self._gates["plain"].bind(addresses.plain_gate)
+        self._gates["foveal"].bind(addresses.gate)
         self._plain: Any = make_zmq_socket(context, addresses.plain, zmq.ROUTER, bind=True)
 
-        spawn = multiprocessing.get_context("spawn")
-        from_engine, of_engine = spawn.Pipe()
-        to_runner, of_runner = spawn.Pipe()
         ready = Ready(
             worker="worker",
             facts=demo_facts(self._directory, self.hasher.fingerprint),
@@ -248,13 +259,9 @@ class Chain:
             transfer="inline",
             transfer_reason="",
         )
-        for role, target, args in (
-            ("engine", run_engine, (addresses, of_engine)),
-            ("worker", run_worker, (addresses, msgspec.msgpack.encode(ready))),
-            ("runner", run_runner, (addresses, of_runner)),
-        ):
-            self._spawn(role, target, args)
-        to_runner.send(await self._within(_received(from_engine)))
+        self._spawn("worker", run_worker, (addresses, msgspec.msgpack.encode(ready)))
+        for way in _WAYS:
+            await self._start_engine(way)
 
         _, hello = await self._within(self._plain.recv_multipart())
         if hello != ENGINE_READY:
@@ -273,6 +280,35 @@ class Chain:
         answer, _ = await self._within(self._link.receive())
         if not isinstance(answer, Ready) or answer.transfer != "shm":
             raise RuntimeError(f"the worker answers {answer}")
+
+    async def _start_engine(self, way: Way) -> None:
+        engine_role, runner_role = _ROLES[way]
+        engine, of_engine = multiprocessing.Pipe()
+        to_runner, of_runner = multiprocessing.Pipe()
+        self._spawn(engine_role, run_engine, (self._addresses, way, of_engine))
+        self._spawn(runner_role, run_runner, (self._addresses, way, of_runner))
+        to_runner.send(await self._within(_received(engine)))
+        self._engines.append(engine)
+
+    async def _turn_to(self, way: Way) -> None:
+        """Let the runner of one way go on, and none else: one that polls has a core.
+
+        It has slept meanwhile, so an item that is not measured wakes it.
+        """
+        if way == self._turn:
+            return
+        for other in _WAYS:
+            if other != way:
+                self._signal_runner(other, signal.SIGSTOP)
+        self._signal_runner(way, signal.SIGCONT)
+        self._turn = way
+        passes = self.pass_plain if way == "plain" else self.pass_foveal
+        await self.read_all(await passes(make_item(_ROW, -2 - self._number)))  # another one
+
+    def _signal_runner(self, way: Way, number: signal.Signals) -> None:
+        process = self.processes.get(_ROLES[way][1])
+        if process is not None and process.pid is not None and process.is_alive():
+            os.kill(process.pid, number)
 
     def _spawn(self, role: str, target: Any, args: tuple[Any, ...]) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -300,7 +336,11 @@ class Chain:
         return task.result()
 
     def _end(self) -> None:
-        for role in ("runner", "engine"):  # they stop at STOP, which removes the queue
+        for way in _WAYS:
+            self._signal_runner(way, signal.SIGCONT)
+        for engine in self._engines:
+            engine.close()  # it stops, and so does its runner, which removes the queue
+        for role in (*_ROLES["plain"], *_ROLES["foveal"]):
             if role in self.processes:
                 self.processes[role].join(timeout=5)
         for process in self.processes.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import signal
 import threading
@@ -12,17 +11,18 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
+import uvloop
 import zmq
 import zmq.asyncio
 from vllm import envs
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 from vllm.utils.network_utils import make_zmq_socket
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder
@@ -32,6 +32,7 @@ from transfer.messages import Frame, Message, Ready
 from transfer.parent_death import die_with_parent
 from workers.arena_worker import ArenaReader
 from workers.engine_inputs import EngineInputs
+from workers.engine_polling import nap_instead_of_polling
 from workers.frontends import Frontends
 from workers.inbox import Inbox
 from workers.kv_state import KvState
@@ -41,8 +42,9 @@ from workers.worker_process import attach
 
 ENGINE = b"\x00\x00"
 ENGINE_READY = b"ready"
-STOP = b"stop"
 ATTACH = b"attach"
+
+Way = Literal["plain", "foveal"]
 
 
 class Addresses(msgspec.Struct, frozen=True):
@@ -58,6 +60,7 @@ class Addresses(msgspec.Struct, frozen=True):
     reports: str
     gate: str
     """This process lets the runner read."""
+    plain_gate: str
 
     @classmethod
     def within(cls, directory: Path) -> Addresses:
@@ -81,7 +84,7 @@ def run_worker(addresses: Addresses, ready: bytes) -> None:
     """Our worker's inbox, before an engine client."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    asyncio.run(_work(addresses, msgspec.msgpack.decode(ready, type=Ready)))
+    uvloop.run(_work(addresses, msgspec.msgpack.decode(ready, type=Ready)))
 
 
 async def _work(addresses: Addresses, ready: Ready) -> None:
@@ -163,10 +166,12 @@ class _EngineLine:
         return [""]  # the runner ends if it cannot
 
 
-def run_engine(addresses: Addresses, pipe: Connection) -> None:
+def run_engine(addresses: Addresses, way: Way, pipe: Connection) -> None:
     """An engine that schedules every request at once and alone."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if way == "foveal":
+        nap_instead_of_polling()  # as workers.process_death has engines do
     context = zmq.Context()
     reports = context.socket(zmq.PUSH)
     reports.connect(addresses.reports)
@@ -179,7 +184,9 @@ def run_engine(addresses: Addresses, pipe: Connection) -> None:
     broadcast.local_socket = counted
 
     arrived: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(context, addresses, arrived), daemon=True).start()
+    address = addresses.routed if way == "foveal" else addresses.plain
+    receiver = partial(_receive, context, address, pipe, arrived)
+    threading.Thread(target=receiver, daemon=True).start()
     while (message := arrived.get()) is not None:
         method, argument = message
         if method == "attach_arena":
@@ -200,28 +207,25 @@ def run_engine(addresses: Addresses, pipe: Connection) -> None:
 
 def _receive(
     context: zmq.Context[zmq.Socket[bytes]],
-    addresses: Addresses,
+    address: str,
+    pipe: Connection,
     arrived: queue.SimpleQueue[tuple[str, Any] | None],
 ) -> None:
-    """The engine's input thread."""
+    """The engine's input thread; what comes by the pipe ends it."""
     decoder = MsgpackDecoder(EngineCoreRequest)
     poller = zmq.Poller()
-    for address in (addresses.plain, addresses.routed):
-        sock = make_zmq_socket(context, address, zmq.DEALER, identity=ENGINE, bind=False)
-        sock.send(ENGINE_READY)
-        poller.register(sock, zmq.POLLIN)
-    while True:
-        for sock, _ in poller.poll():
-            kind, *frames = sock.recv_multipart(copy=False)
-            match bytes(kind.buffer):
-                case EngineCoreRequestType.ADD.value:
-                    arrived.put(("execute_model", decoder.decode(frames)))
-                case b"attach":
-                    arrived.put(("attach_arena", msgspec.msgpack.decode(frames[0].buffer)))
-                case _:
-                    arrived.put(None)
-                    return
-            del kind, frames
+    sock: Any = make_zmq_socket(context, address, zmq.DEALER, identity=ENGINE, bind=False)
+    sock.send(ENGINE_READY)
+    poller.register(sock, zmq.POLLIN)
+    poller.register(pipe.fileno(), zmq.POLLIN)
+    while pipe.fileno() not in dict(poller.poll()):
+        kind, *frames = sock.recv_multipart(copy=False)
+        if bytes(kind.buffer) == ATTACH:
+            arrived.put(("attach_arena", msgspec.msgpack.decode(frames[0].buffer)))
+        else:
+            arrived.put(("execute_model", decoder.decode(frames)))
+        del kind, frames
+    arrived.put(None)
 
 
 def _scheduled(request: EngineCoreRequest) -> SchedulerOutput:
@@ -280,12 +284,12 @@ def ring_message_bytes(chunk: memoryview) -> int:
 class _Model:
     """Stands where vLLM's worker class stands; looks at pixels and reports."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, reports: str, gate: str) -> None:
         context = zmq.Context()
         self._reports = context.socket(zmq.PUSH)
-        self._reports.connect(addresses.reports)
+        self._reports.connect(reports)
         self._gate = context.socket(zmq.PULL)
-        self._gate.connect(addresses.gate)
+        self._gate.connect(gate)
         self.dequeued = 0.0
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -316,11 +320,15 @@ class _Runner(ArenaReader, _Model):
     """Our worker class, before a model that looks at pixels."""
 
 
-def run_runner(addresses: Addresses, pipe: Connection) -> None:
+def run_runner(addresses: Addresses, way: Way, pipe: Connection) -> None:
     """The model runner's process: does what it is told until it is told None."""
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    runner = _Runner(addresses)
+    if way == "foveal":
+        runner: _Model = _Runner(addresses.reports, addresses.gate)
+    else:
+        runner = _Model(addresses.reports, addresses.plain_gate)
     broadcast = MessageQueue.create_from_handle(pipe.recv(), 0)
     broadcast.wait_until_ready()
     while (call := broadcast.dequeue(indefinite=True)) is not None:

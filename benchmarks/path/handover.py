@@ -54,17 +54,17 @@ async def measure(chain: Chain) -> list[Metric]:
             await chain.read_all(passage)
             if turn >= 0:
                 bare.setdefault(way, []).append(passage)
-        for mib in SIZES:
-            number += 1
-            seconds = _copy(make_item(mib * MIB, number), places[mib])
-            if turn >= 0:
-                copies.setdefault(mib, []).append(seconds)
-            for way in sorted(ways, reverse=turn % 2 == 0):
+            for mib in SIZES:
                 number += 1
                 passage = await ways[way](make_item(mib * MIB, number))
                 await chain.read_all(passage)
                 if turn >= 0:
                     passages.setdefault((mib, way), []).append(passage)
+        for mib in SIZES:
+            number += 1
+            seconds = _copy(make_item(mib * MIB, number), places[mib])
+            if turn >= 0:
+                copies.setdefault(mib, []).append(seconds)
     print(
         f"  next to no pixels, milliseconds until usable: plain vLLM "
         f"{_ms(_until_usable(bare['plain']))}  Foveal {_ms(_until_usable(bare['foveal']))}"
