@@ -77,8 +77,8 @@ class ArenaView:
             os.close(self._fd)
             raise
         self._written = None if shared else WrittenPages(self._map)
-        # By page: the generation that was last read of an entry which starts there, 0 for
-        # none. The pages of this table that stay 0 take no memory.
+        # By page: the generation that was last read of the entry which had it, 0 for none.
+        # The pages of this table that stay 0 take no memory.
         self._read_as = np.zeros(self._size // PAGE_BYTES, np.uint64)
         self._closed = False
 
@@ -102,12 +102,17 @@ class ArenaView:
         first_page, end_page = ref.offset // PAGE_BYTES, -(-end // PAGE_BYTES)
         # A good entry has had all its pages to itself since it was sealed, and no other
         # has its generation. If the page that it starts on was read as this one, then all
-        # of them were, and nothing else since.
-        if self._read_as[first_page] != ref.generation:
-            if self._written is not None and self._written.may_be_in(first_page, end_page):
+        # of them were, and nothing else since. Those never read cannot have been written.
+        read_as = self._read_as[first_page:end_page]
+        if read_as[0] != ref.generation:
+            if (
+                self._written is not None
+                and read_as.any()
+                and self._written.may_be_in(first_page, end_page)
+            ):
                 start = first_page * PAGE_BYTES
                 self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
-            self._read_as[first_page] = ref.generation
+            read_as[:] = ref.generation
         return memoryview(self._map)[ref.offset : end]
 
     def check(self, ref: EntryRef) -> None:
