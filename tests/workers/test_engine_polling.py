@@ -48,6 +48,15 @@ class Queue:
             self.reader.dequeue(timeout=WAITED_S)
         return time.thread_time() - before
 
+    def wakes_its_reader(self) -> bool:
+        """Whether a message that is written meanwhile ends the reader's wait at once."""
+        began = time.monotonic()
+        writer = threading.Timer(0.2, self.writer.enqueue, ["second"])
+        writer.start()
+        assert self.reader.dequeue(timeout=20) == "second"
+        writer.join()
+        return time.monotonic() - began < 5
+
 
 @pytest.fixture(autouse=True)
 def vllms_condition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +189,7 @@ def test_a_notice_comes_whosever_the_ends_are(
     before()
     queue = Queue(between)
     queue.reader._spin_condition.last_read -= idle_s
-    began = time.monotonic()
-    writer = threading.Timer(0.2, queue.writer.enqueue, ["second"])
-    writer.start()
-    assert queue.reader.dequeue(timeout=20) == "second"
-    assert time.monotonic() - began < 5
-    writer.join()
+    assert queue.wakes_its_reader()
 
 
 def test_vllms_socket_is_left_where_ours_is_used(napping: Queue) -> None:
@@ -200,13 +204,7 @@ def test_a_system_without_futex_has_vllms_notice(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine_polling, "LONGEST_NAP_MS", 10_000)
     monkeypatch.setattr(Processors, "give_way", lambda _: True)
     nap_instead_of_polling()
-    queue = Queue()
-    began = time.monotonic()
-    writer = threading.Timer(0.2, queue.writer.enqueue, ["second"])
-    writer.start()
-    assert queue.reader.dequeue(timeout=20) == "second"
-    assert time.monotonic() - began < 5
-    writer.join()
+    assert Queue().wakes_its_reader()
 
 
 def test_a_cancelled_wait_ends(
