@@ -32,8 +32,14 @@ class Recovery:
 
     what: str
     seconds: float
-    paused: bool = False
-    """Whether a frontend that it asked was paused meanwhile, and could not answer anybody."""
+    paused: float = 0.0
+    """For how many of these seconds the frontend that it was asking was paused, and could not
+    have answered anybody."""
+
+    @property
+    def counted(self) -> float:
+        """Seconds for which the fleet is to blame."""
+        return self.seconds - self.paused
 
 
 class Disturber:
@@ -150,13 +156,13 @@ class Disturber:
 
     async def _watch(self, client: Client, member: Member, killed: float) -> None:
         """Write down when ``client``'s next request ends well."""
-        known, asked = len(client.successes), [client.frontend]
-        while len(client.successes) == known and now() - killed < NEVER_SECONDS:
+        known, asked, since, paused = len(client.successes), client.frontend, killed, 0.0
+        while len(client.successes) == known and since - killed < NEVER_SECONDS:
             await asyncio.sleep(0.02)
-            if client.frontend is not asked[-1]:
-                asked.append(client.frontend)
-        paused = any(frontend.befallen(killed, now(), "pause") for frontend in asked)
-        self.recoveries.append(Recovery(kind_of(member), now() - killed, paused))
+            until = now()
+            paused += asked.seconds_of("pause", since, until)
+            asked, since = client.frontend, until
+        self.recoveries.append(Recovery(kind_of(member), since - killed, paused))
 
 
 def kind_of(member: Member) -> str:

@@ -58,6 +58,14 @@ class Member:
             for spell in self.spells
         )
 
+    def seconds_of(self, kind: str, began: float, ended: float) -> float:
+        """How much of the time between two others it spent in spells of a kind."""
+        return sum(
+            max(0.0, min(ended, spell.ended) - max(began, spell.began))
+            for spell in self.spells
+            if spell.what == kind
+        )
+
 
 @dataclass(frozen=True)
 class Remains:

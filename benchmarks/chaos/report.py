@@ -69,17 +69,17 @@ def table(phases: Sequence[PhaseResult]) -> str:
         ]
         for kind in ("worker", "frontend"):
             clients = [r for r in phase.recoveries if r.what == kind]
-            seconds = [r.seconds for r in clients if not r.paused]
+            seconds = [r.counted for r in clients]
             if seconds:
                 half, most = percentile(seconds, 0.5), percentile(seconds, 0.95)
                 lines.append(
                     f"  recovery from a killed {kind}, {len(seconds)} clients: median "
                     f"{half:.2f} s, p95 {most:.2f} s, longest {max(seconds):.2f} s"
                 )
-            if waited := [r.seconds for r in clients if r.paused]:
+            if paused := [r for r in clients if r.paused]:
                 lines.append(
-                    f"  {len(waited)} more, whose frontend was paused meanwhile: longest "
-                    f"{max(waited):.2f} s"
+                    f"  the frontend of {len(paused)} of them was paused meanwhile, and with "
+                    f"that the longest {max(r.seconds for r in paused):.2f} s"
                 )
         if phase.rejoined:
             lines.append(
@@ -94,11 +94,8 @@ def table(phases: Sequence[PhaseResult]) -> str:
 
 
 def metrics(phases: Sequence[PhaseResult]) -> list[Metric]:
-    """Sums over the phases, and the recovery of all clients.
-
-    But of those whose frontend was paused: they wait for as long as that is.
-    """
-    seconds = [r.seconds for phase in phases for r in phase.recoveries if not r.paused]
+    """Sums over the phases, and the recovery of all clients."""
+    seconds = [recovery.counted for phase in phases for recovery in phase.recoveries]
     rejoined = [each for phase in phases for each in phase.rejoined]
     values: dict[str, float | None] = {
         "requests_lost": sum(len(phase.tally.lost) for phase in phases),

@@ -81,34 +81,37 @@ def test_the_last_of_a_kind_is_left_alone_and_who_ends_not_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spell", "paused"),
+    ("spells", "paused"),
     [
-        (None, False),
-        (Spell("pause", 90.0, 99.0), False),
-        (Spell("pause", 90.0, 100.5), True),
-        (Spell("pause", 101.0), True),
-        (Spell("term", 90.0), False),
+        ([], 0.0),
+        ([Spell("pause", 90.0, 99.0), Spell("term", 90.0)], 0.0),
+        ([Spell("pause", 90.0, 112.0)], 2.0),  # it is asked from 110 to 120
+        ([Spell("pause", 111.0, 112.5), Spell("pause", 113.0, 114.0)], 2.5),
+        ([Spell("pause", 119.0)], 1.0),
+        ([Spell("pause", 121.0)], 0.0),
     ],
 )
-def test_whether_a_clients_frontend_was_paused_is_known(
-    spell: Spell | None, paused: bool, monkeypatch: pytest.MonkeyPatch
+def test_it_is_known_for_how_long_a_clients_frontend_was_paused(
+    spells: list[Spell], paused: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = iter(range(100, 1000))
-    monkeypatch.setattr(disturbances, "now", lambda: float(next(clock)))
     disturber = make(1)
     first, second = disturber._fleet.frontends
     client = Client(0, first)
-    if spell is not None:
-        second.spells.append(spell)
+    second.spells.extend(spells)
+    time = 100.0
 
-    async def ask_another_meanwhile() -> None:
-        watching = asyncio.create_task(disturber._watch(client, member("worker-1"), 100.0))
-        await asyncio.sleep(0.05)
-        client.frontend = second
-        await asyncio.sleep(0.05)
-        client.successes.append(102.0)
-        await watching
+    async def a_second_passes(_: float) -> None:
+        nonlocal time
+        time += 1.0
+        if time == 110.0:
+            client.frontend = second
+        if time == 120.0:
+            client.successes.append(time)
 
-    asyncio.run(ask_another_meanwhile())
+    monkeypatch.setattr(disturbances, "now", lambda: time)
+    monkeypatch.setattr(disturbances, "asyncio", SimpleNamespace(sleep=a_second_passes))
+    asyncio.run(disturber._watch(client, member("worker-1"), 100.0))
     (recovery,) = disturber.recoveries
-    assert (recovery.what, recovery.paused) == ("worker", paused)
+    assert (recovery.what, recovery.seconds) == ("worker", 20.0)
+    assert recovery.paused == pytest.approx(paused)
+    assert recovery.counted == pytest.approx(20.0 - paused)

@@ -50,13 +50,13 @@ def test_without_a_kill_there_is_no_recovery_to_tell_of() -> None:
     assert measured["recovery_s_p95"].why
 
 
-def test_who_waited_for_a_paused_frontend_is_told_of_apart() -> None:
-    both = phase(recoveries=[Recovery("worker", 2.0), Recovery("worker", 13.5, paused=True)])
+def test_the_pause_of_a_clients_frontend_is_not_counted_but_told_of() -> None:
+    both = phase(recoveries=[Recovery("worker", 2.0), Recovery("worker", 16.5, paused=13.0)])
     measured = {metric.name: metric for metric in metrics([both])}
-    assert measured["recovery_s_p95"].value == 2.0
+    assert measured["recovery_s_p95"].value == 3.5
     text = table([both])
-    assert "1 clients: median 2.00 s" in text
-    assert "1 more, whose frontend was paused meanwhile: longest 13.50 s" in text
+    assert "2 clients: median 2.00 s, p95 3.50 s, longest 3.50 s" in text
+    assert "of 1 of them was paused meanwhile, and with that the longest 16.50 s" in text
 
 
 def test_the_table_accounts_for_every_request() -> None:
