@@ -15,6 +15,7 @@ MultiModalSharedField, BaseMultiModalField.keep_on_cpu; UserDict.data under the 
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -37,6 +38,9 @@ from transfer.tensor_ref import EntryRef, ItemRef, TensorSpec
 REFERENCE_KEY = "foveal.reference"
 MIN_FIELD_BYTES = 1024
 TENSOR_ALIGNMENT = 64
+MAX_NESTING = 16
+"""So many lists may lie within each other in a field that moves. Both ends of a reference
+have room for these on their stacks, however deep they stand."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -218,11 +222,8 @@ def check_reference(item: MultiModalKwargsItem, reference: ItemRef) -> None:
     for spec in reference.tensors:
         _check_tensor(spec, reference.entry.nbytes)
     places = list(range(len(reference.tensors)))
-    try:
-        for indices in reference.fields.values():
-            _nest(indices, places)
-    except RecursionError as error:
-        raise BadMessage("the reference is nested too deep") from error
+    for indices in reference.fields.values():
+        _nest(indices, places)
 
 
 def move_reference(item: MultiModalKwargsItem, entry: EntryRef) -> MultiModalKwargsItem:
@@ -277,16 +278,17 @@ def _is_worth_moving(elem: MultiModalFieldElem) -> bool:
     return nbytes is not None and nbytes >= MIN_FIELD_BYTES
 
 
-def _movable_bytes(data: Any) -> int | None:
-    """Return the bytes of all tensors in ``data``; None if there is anything else."""
+def _movable_bytes(data: Any, levels: int = MAX_NESTING) -> int | None:
+    """Return the bytes of all tensors in ``data``; None if there is anything else, or more
+    than ``levels`` of lists."""
     if isinstance(data, torch.Tensor):
         movable = data.dtype in _DTYPE_NAMES and data.layout == torch.strided
         return data.nbytes if movable else None
-    if not isinstance(data, list | tuple):
+    if not isinstance(data, list | tuple) or not levels:
         return None
     total = 0
     for part in data:
-        nbytes = _movable_bytes(part)
+        nbytes = _movable_bytes(part, levels - 1)
         if nbytes is None:
             return None
         total += nbytes
@@ -348,6 +350,9 @@ def _check_tensor(spec: TensorSpec, room: int) -> None:
         raise BadMessage(f"dtype {spec.dtype!r} is not allowed")
     if any(length < 0 for length in spec.shape):
         raise BadMessage(f"a negative length in shape {spec.shape}")
+    # torch counts the strides of an empty tensor, too.
+    if prod(max(length, 1) for length in spec.shape) > sys.maxsize:
+        raise BadMessage(f"a length beyond reason in shape {spec.shape}")
     nbytes = prod(spec.shape) * dtype.itemsize
     inside = 0 <= spec.offset <= room - nbytes
     if not inside or spec.offset % TENSOR_ALIGNMENT:
@@ -365,9 +370,11 @@ def _over(
     return flat.view(shape)
 
 
-def _nest(indices: Indices, tensors: Sequence[Any]) -> Any:
+def _nest(indices: Indices, tensors: Sequence[Any], levels: int = MAX_NESTING) -> Any:
     if isinstance(indices, list):
-        return [_nest(part, tensors) for part in indices]
+        if not levels:
+            raise BadMessage("the reference is nested too deep")
+        return [_nest(part, tensors, levels - 1) for part in indices]
     if type(indices) is not int or not 0 <= indices < len(tensors):
         raise BadMessage(f"no tensor has index {indices!r}")
     return tensors[indices]

@@ -318,6 +318,8 @@ GOOD = TensorSpec("float32", (60, 100), 0)
         ((TensorSpec("float32", (0,), 24_064),), {"pixel_values": 0}),
         ((TensorSpec("float32", (-1, -100), 0),), {"pixel_values": 0}),
         ((TensorSpec("float32", (2**40, 2**40), 0),), {"pixel_values": 0}),
+        ((TensorSpec("float32", (0, 2**63), 0),), {"pixel_values": 0}),
+        ((TensorSpec("float32", (2**62, 0, 2**62), 0),), {"pixel_values": 0}),
         ((TensorSpec("complex64", (1,), 0),), {"pixel_values": 0}),
         ((TensorSpec("load", (1,), 0),), {"pixel_values": 0}),
         ((TensorSpec("", (1,), 0),), {"pixel_values": 0}),
@@ -345,11 +347,22 @@ def test_a_reference_that_does_not_fit_is_refused(
             check()
 
 
-def test_a_reference_nested_beyond_reason_is_refused() -> None:
+@pytest.mark.parametrize("levels", [pack.MAX_NESTING + 1, 480, 5000])
+def test_a_reference_nested_beyond_reason_is_refused(levels: int) -> None:
     packed, memory = packed_into_memory(image_item())
-    reference = ItemRef(entry_of(memory.nbytes), (GOOD,), {"pixel_values": deep(5000)})
+    reference = ItemRef(entry_of(memory.nbytes), (GOOD,), {"pixel_values": deep(levels)})
     with pytest.raises(BadMessage):
-        pack.resolve(packed, memory, reference)
+        pack.check_reference(packed, reference)
+
+
+def test_lists_move_up_to_that_depth_and_else_stay_inline() -> None:
+    nested: Any = torch.zeros(60, 100)
+    for _ in range(pack.MAX_NESTING):
+        nested = [nested]
+    item = image_item(nested)
+    packed, memory = packed_into_memory(item)
+    assert resolved(packed, memory)["pixel_values"] == item["pixel_values"]
+    assert pack.plan(image_item([nested])) is None
 
 
 def test_memory_of_another_entry_is_refused() -> None:
