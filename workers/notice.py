@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import mmap
 import os
 import platform
@@ -24,6 +25,8 @@ _NUMBER_OF_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 include/uapi/asm-generic/unistd.h."""
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL = 2**31 - 1
+_NAME = slice(64, 64 + hashlib.sha256().digest_size)
+"""Where in the page its name is, apart from the counter."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,8 +55,14 @@ class Notice:
         try:
             _require_ours(fd)
             self._map = mmap.mmap(fd, mmap.PAGESIZE)
+            name = hashlib.sha256(os.fsencode(path.name)).digest()
             if create:
+                self._map[_NAME] = name
                 path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+            elif self._map[_NAME] != name:
+                # In a container that numbers its own processes the link may lead to another
+                # notice of ours.
+                raise OSError(errno.ESTALE, "another notice than the one of this name")
         except BaseException:
             os.close(fd)
             raise

@@ -132,7 +132,9 @@ def test_it_cannot_be_cut_off(path: Path) -> None:
     assert giver is not None
 
 
-@pytest.mark.parametrize("what", ["nothing", "a file", "unsealed memory", "somebody else's"])
+@pytest.mark.parametrize(
+    "what", ["nothing", "a file", "unsealed memory", "another notice", "somebody else's"]
+)
 def test_what_is_not_ours_is_not_read(
     path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +146,9 @@ def test_what_is_not_ours_is_not_read(
             giver = os.memfd_create("test")
             os.truncate(giver, mmap.PAGESIZE)
             path.symlink_to(f"/proc/self/fd/{giver}")
+        case "another notice":  # of which the link tells where processes are numbered anew
+            giver = Notice(other := path.with_name("other"), create=True)
+            path.symlink_to(other.readlink())
         case "somebody else's":
             giver = Notice(path, create=True)
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
