@@ -39,6 +39,7 @@ CROWDED_SECONDS = 0.1
 """So long after others were seen to want processors nobody polls."""
 LOOK_SECONDS = 0.0005
 """How often somebody who polls looks whether they do."""
+LOADAVG = Path("/proc/loadavg")
 
 
 class NappingCondition(_SpinCondition):
@@ -120,12 +121,16 @@ def _notice_at(address: str, *, create: bool) -> Notice | None:
 class Processors:
     """Whether there are enough processors for all threads of this host that want one."""
 
-    def __init__(self) -> None:
-        self._load = os.open("/proc/loadavg", os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, load: Path = LOADAVG) -> None:
+        try:
+            self._load: int | None = os.open(load, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # some sandboxes have none
+            self._load = None
         self._count = os.cpu_count() or 1
 
     def __del__(self) -> None:
-        os.close(self._load)
+        if self._load is not None:
+            os.close(self._load)
 
     def give_way(self) -> bool:
         """Let others run on this core; tells whether somebody did.
@@ -138,9 +143,13 @@ class Processors:
 
     def are_short(self) -> bool:
         """Whether more threads are running or ready to, this one included, than there are
-        processors. The kernel seldom moves one that waits to a core that is polled on."""
-        load = os.pread(self._load, 64, 0)
-        return int(load.split()[3].partition(b"/")[0]) > self._count
+        processors. The kernel seldom moves one that waits to a core that is polled on.
+
+        False where the system does not tell.
+        """
+        told = b"" if self._load is None else os.pread(self._load, 64, 0)
+        words = told.split()
+        return len(words) > 3 and int(words[3].partition(b"/")[0]) > self._count
 
 
 def nap_instead_of_polling() -> None:

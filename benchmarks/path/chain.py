@@ -149,9 +149,9 @@ class Chain:
     """All its processes."""
 
     def __init__(self, arena_bytes: int) -> None:
+        self.arena = Arena(arena_bytes)
         self._directory = Path(tempfile.mkdtemp(prefix="foveal-bench-", dir="/tmp"))
         self._addresses = Addresses.within(self._directory)
-        self.arena = Arena(arena_bytes)
         self.hasher = TimedHasher(bytes(SEED_BYTES), "xxh3_128")
         self.cache = ArenaProcessorCache(self.arena, self.hasher, "benchmark")
         self.processes: dict[str, BaseProcess] = {}

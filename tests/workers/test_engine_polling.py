@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from vllm.distributed.device_communicators import shm_broadcast
@@ -98,6 +99,16 @@ def test_that_others_wait_for_a_processor_is_seen(
     with pytest.raises(TimeoutError):
         napping.reader.dequeue(timeout=CROWDED_SECONDS)
     assert naps
+
+
+@pytest.mark.parametrize("told", [None, b"", b"\n", b"0.00 0.00"])
+def test_processors_are_not_short_where_the_system_does_not_tell(
+    tmp_path: Path, told: bytes | None
+) -> None:
+    load = tmp_path / "loadavg"
+    if told is not None:
+        load.write_bytes(told)
+    assert not Processors(load).are_short()
 
 
 @pytest.mark.parametrize("sign", ["give_way", "are_short"])
