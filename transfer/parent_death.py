@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
+from multiprocessing.process import parent_process
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -20,6 +20,6 @@ def die_with_parent() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    starter = multiprocessing.parent_process()
+    starter = parent_process()
     if os.getppid() != parent or (starter is not None and not starter.is_alive()):
         os.kill(os.getpid(), signal.SIGKILL)  # it died before the kernel was asked

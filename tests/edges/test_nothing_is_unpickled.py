@@ -16,6 +16,9 @@ FORBIDDEN_MODULES = frozenset({
     # Their queues, pipes and managers pickle.
     "multiprocessing", "concurrent.futures.process",
 })
+ALLOWED_MODULES = frozenset({
+    "multiprocessing.process",  # knows who started this one, and reads nothing
+})
 FORBIDDEN_CALLS = frozenset({
     "eval", "exec", "compile", "__import__",
     "torch.load", "torch.save", "np.load", "numpy.load",
@@ -60,7 +63,8 @@ def test_no_module_imports_what_unpickles(path: Path) -> None:
     for module in imported_by(path):
         parts = module.split(".")
         above = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-        assert not above & FORBIDDEN_MODULES, f"{name_of(path)} imports {module}"
+        allowed = bool(above & ALLOWED_MODULES)
+        assert allowed or not above & FORBIDDEN_MODULES, f"{name_of(path)} imports {module}"
 
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
